@@ -1,0 +1,114 @@
+"""Collectives over torch.distributed. Sums on the wire, always: gloo's AVG silently sums, so nobody
+asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comms import recording, versions
+
+
+class Handle(Protocol):
+    """Something under way. On CUDA `wait` orders the current stream behind it; else it blocks."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """Nothing under way: a group of one rank, or an operation that has ended."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class All:
+    """Several handles as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self.handles = handles
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+
+class Group:
+    """One axis of the mesh as this rank sees it: the ranks it shares that axis with."""
+
+    def __init__(
+        self,
+        axis: str,
+        group: dist.ProcessGroup | None,
+        size: int,
+        rank: int,
+        control: dist.ProcessGroup | None,
+    ) -> None:
+        self.axis = axis
+        self.group = group
+        self.size = size
+        self.rank = rank
+        self.control = (
+            control  # moves small host values; None where no peer exists to answer (a fake group)
+        )
+
+    def moves_by(self, backend: str) -> bool:
+        return dist.get_backend(self.group) == backend
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part
+        of `output`.
+        """
+        if self.size == 1:
+            if output.data_ptr() != input.data_ptr():
+                output.copy_(input)
+            return DONE
+        self._note("all_gather", output)
+        return versions.all_gather(output, input, self.group)
+
+    def all_gather_grouped(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Many gathers as one grouped call where the backend has it (NCCL), else one call each."""
+        if not self.moves_by("nccl"):
+            return All([self.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)])
+        with versions.coalescing(self.group, outputs[0].device) as under_way:
+            for output, input in zip(outputs, inputs, strict=True):
+                self.all_gather(output, input)
+        return under_way
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """The sum over ranks of everybody's `input`; this rank gets its equal part of it."""
+        self._note("reduce_scatter", input)
+        return versions.reduce_scatter(output, input, self.group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Handle:
+        """The sum over ranks, in place."""
+        if self.size == 1:
+            return DONE
+        self._note("all_reduce", tensor)
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """The first rank's values on every rank."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def exchange(self, value: object) -> list[Any]:
+        """Every rank's small Python value, on every rank. Blocks; for agreement, not for data."""
+        if self.size == 1 or self.control is None:
+            return [value] * self.size
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        if recording.open_records:
+            recording.note(name, self.axis, tensor.numel() * tensor.element_size(), self.size)

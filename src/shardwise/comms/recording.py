@@ -1,0 +1,59 @@
+"""Counting communication: calls and bytes of each collective while a `record()` is open."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as one rank issued it. `nbytes` is the whole message: a gather's output, a
+    scatter's input.
+    """
+
+    name: str  # all_gather, reduce_scatter, all_reduce
+    axis: str  # the mesh axis it ran over
+    nbytes: int
+    ranks: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes this rank sends: S(n-1)/n, twice that for an all-reduce."""
+        factor = 2 if self.name == "all_reduce" else 1
+        return factor * self.nbytes * (self.ranks - 1) / self.ranks
+
+
+@dataclass
+class Record:
+    """What was issued while it was open."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        return dict(Counter(call.name for call in self.calls))
+
+    def sent(self, name: str | None = None) -> float:
+        return sum(call.sent for call in self.calls if name in (None, call.name))
+
+
+# Open records; empty almost always, so that a collective pays one truth test for it.
+open_records: list[Record] = []
+
+
+def note(name: str, axis: str, nbytes: int, ranks: int) -> None:
+    for record in open_records:
+        record.calls.append(Call(name, axis, nbytes, ranks))
+
+
+@contextmanager
+def record() -> Iterator[Record]:
+    """Count every collective of the engine on this rank: `with sw.record() as log: step()`."""
+    log = Record()
+    open_records.append(log)
+    try:
+        yield log
+    finally:
+        open_records.remove(log)

@@ -1,0 +1,197 @@
+"""What a Plan costs one rank, from formulas: bytes kept by role, and bytes sent per step by
+collective.
+
+docs/formulas.md shows the same formulas with their letters; every function here names the one it
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.planning.placement import lay_out
+from shardwise.planning.units import UnitSpec
+
+if TYPE_CHECKING:
+    from shardwise.planning.plan import Plan
+
+# AdamW's two moments, in the master's dtype.
+STATE_TENSORS = 2
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """One unit's sizes in bytes on one rank, padding included."""
+
+    master: int  # this rank's rows, original dtype
+    full: int  # the gathered unit, compute dtype
+    gradient: int  # this rank's rows of the trainable parameters, original dtype
+    slot: int  # all gradients of the unit, reduce dtype: the reduce's input
+    aliased: bool  # the full unit is the master itself: nothing to gather, nothing more to hold
+    packs: bool  # a gather needs staging of the unit's size
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that one rank holds, by role. `full` and `slots` are peaks, the rest is there all the
+    time.
+    """
+
+    master: int
+    gradients: int
+    state: int
+    accumulators: int
+    full: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Bytes that one rank sends in one step, by collective."""
+
+    all_gather: float
+    reduce_scatter: float
+    all_reduce: float
+
+    @property
+    def total(self) -> float:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+
+def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
+    """S x m, n x S x c, T x m, n x T x d of docs/formulas.md."""
+    own, compute, reduce = plan.dtypes(unit.parameters[0].dtype)
+    everything = lay_out([p.shape for p in unit.parameters], plan.shard)
+    trained = lay_out([p.shape for p in unit.parameters if p.trainable], plan.shard)
+    return UnitBytes(
+        master=everything.shard_numel * own.itemsize,
+        full=everything.full_numel * compute.itemsize,
+        gradient=trained.shard_numel * own.itemsize,
+        slot=trained.full_numel * reduce.itemsize,
+        aliased=plan.shard == 1 and own == compute,
+        packs=plan.shard > 1 and len(unit.parameters) > 1 and plan.gather in ("auto", "packed"),
+    )
+
+
+def count_kept(plan: Plan) -> KeptBytes:
+    """Bytes one rank holds, by role."""
+    units = [size_of_unit(plan, unit) for unit in plan.require_units()]
+    slots = sorted((u.slot for u in units if plan.shard > 1 or u.slot != u.gradient), reverse=True)
+    ring = len(slots) if plan.strategy.gradients == "replicate" else max(plan.reduce_depth, 1)
+    return KeptBytes(
+        master=sum(u.master for u in units),
+        gradients=sum(u.gradient for u in units),
+        state=STATE_TENSORS * sum(u.gradient for u in units),
+        accumulators=sum(u.slot for u in units) if plan.sync == "last" else 0,
+        full=peak_full(plan, units),
+        slots=sum(slots[:ring]),
+    )
+
+
+def peak_full(plan: Plan, units: list[UnitBytes]) -> int:
+    """The most full-parameter bytes at any moment: what stays gathered, the window in use, and one
+    staging buffer.
+    """
+    staging = max((u.full for u in units if u.packs), default=0)
+    held = [0 if u.aliased else u.full for u in units]
+    if plan.strategy.parameters != "shard" or plan.keep_after_forward is True:
+        return sum(held) + staging
+    specs = plan.require_units()
+    root = sum(full for full, spec in zip(held, specs, strict=True) if spec.modules == ("",))
+    blocks = [full for full, spec in zip(held, specs, strict=True) if spec.modules != ("",)]
+    depth = 1 + max(plan.forward_prefetch, plan.backward_prefetch)
+    window = max((sum(blocks[i : i + depth]) for i in range(len(blocks))), default=0)
+    kept = sum(_kept_pieces(plan, u) for u in units)
+    return root + window + staging + kept
+
+
+def _kept_pieces(plan: Plan, unit: UnitBytes) -> int:
+    """With keep_after_forward = k, every rank keeps 1/k of each unit from forward to backward."""
+    k = plan.keep_after_forward
+    return unit.full // k if isinstance(k, int) and not isinstance(k, bool) else 0
+
+
+def count_sent(plan: Plan, micro_batches: int = 1) -> SentBytes:
+    """Bytes one rank sends per step of `micro_batches`: a gather or scatter of S bytes over n ranks
+    sends S(n-1)/n.
+    """
+    n, r = plan.shard, plan.replicate
+    scatters = 1 if plan.sync == "last" else micro_batches
+    reduces = micro_batches if plan.sync == "each" else 1
+    gathered = scattered = reduced = 0.0
+    for spec in plan.require_units():
+        unit = size_of_unit(plan, spec)
+        gathered += unit.full * _gather_share(plan, spec.modules == ("",), micro_batches)
+        scattered += unit.slot * (n - 1) / n * scatters
+        reduced += 2 * (unit.slot / n) * (r - 1) / r * reduces
+    return SentBytes(gathered, scattered, reduced)
+
+
+def _gather_share(plan: Plan, is_root: bool, micro_batches: int) -> float:
+    """Sent bytes of a step's gathers of one unit, as a multiple of the full unit."""
+    once = (plan.shard - 1) / plan.shard
+    if plan.strategy.parameters != "shard":
+        return once
+    keep = plan.keep_after_forward
+    if keep is True or (keep is None and is_root):
+        return once * micro_batches
+    again = once if isinstance(keep, bool) or keep is None else (keep - 1) / keep
+    return (once + again) * micro_batches
+
+
+def explain(plan: Plan, micro_batches: int = 1) -> str:
+    """The lines of `Plan.explain`."""
+    row = plan.strategy
+    lines = [
+        f"{plan.title}: mesh {plan.replicate} x {plan.shard} (replicate x shard)",
+        f"  parameters {row.parameters}, gradients {row.gradients}, optimizer state {row.state}; "
+        f"sync {plan.sync}" + (f"; reduce {plan.reduce}" if plan.name == "ddp" else ""),
+    ]
+    if plan.units is None:
+        lines.append("  no model yet: plan.resolve(model).explain() gives bytes")
+        return "\n".join(lines)
+    kept, sent = count_kept(plan), count_sent(plan, micro_batches)
+    count = sum(p.numel for unit in plan.units for p in unit.parameters)
+    own, compute, reduce = (
+        plan.dtypes(plan.units[0].parameters[0].dtype) if plan.units else (None,) * 3
+    )
+    lines.append(
+        f"  {count:,} parameters in {len(plan.units)} units; kept as {_name(own)}, computed in "
+        f"{_name(compute)}, reduced in {_name(reduce)}"
+    )
+    table = [
+        ("kept per rank", "master parameters", kept.master),
+        ("", "gradients", kept.gradients),
+        ("", f"optimizer state ({STATE_TENSORS} per parameter)", kept.state),
+        ("", "gradient accumulators", kept.accumulators),
+        ("peak per rank", "full parameters", kept.full),
+        ("", "reduce slots", kept.slots),
+        (f"sent per step of {micro_batches}", "all-gather", sent.all_gather),
+        ("", "reduce-scatter", sent.reduce_scatter),
+        ("", "all-reduce", sent.all_reduce),
+    ]  # fmt: skip
+    width = max(len(head) for head, _, _ in table)
+    lines += [f"  {head:<{width}}  {what:<34} {show_bytes(n):>12}" for head, what, n in table]
+    return "\n".join(lines)
+
+
+def show_bytes(count: float) -> str:
+    """Bytes for people: 1,536 is 1.50 KiB."""
+    for unit, next_unit in pairwise(_scale()):
+        if abs(count) < 1024 or next_unit == "":
+            return f"{count:,.2f} {unit}" if unit != "B" else f"{count:,.0f} B"
+        count /= 1024
+    raise AssertionError("unreachable: the last scale takes any count")
+
+
+def _scale() -> Iterator[str]:
+    yield from ("B", "KiB", "MiB", "GiB", "TiB", "")
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,290 @@
+"""The Plan: one frozen value that says how a model is trained in parallel. Everything else reads
+it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.planning import memory
+from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
+from shardwise.planning.units import (
+    MIB,
+    Cut,
+    ParameterSpec,
+    UnitSpec,
+    cut_buckets,
+    cut_units,
+)
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+# Bytes of one message where the strategy does not pay for size with memory: 25 MB is DDP's own
+# default, 32 MiB is the larger of seed 001's two communication sizes.
+DEFAULT_BUCKET_BYTES = {"ddp": 25 * MIB, "zero1": 32 * MIB, "zero2": 32 * MIB, "zero3": None}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained: the mesh, the units, and what is kept, gathered, prefetched and
+    reduced when.
+
+    Made by `Plan.of(name, mesh=..., **settings)`; checks itself at birth; round-trips through JSON.
+    `units` is None until `resolve(model)` (which `shard` calls) finds them by `cut`.
+    """
+
+    name: str
+    mesh: tuple[int, int]  # (replicate, shard)
+    inner: str = "zero3"  # hsdp only: the strategy inside a shard group
+    cut: Cut = Cut()
+    bucket_bytes: int | None = None  # None: the strategy's default; small units are merged up to it
+
+    compute_dtype: str | None = None  # None: the parameters' own
+    reduce_dtype: str | None = None  # None: the parameters' own
+    output_dtype: str | None = None  # None: leave the model's output alone
+
+    reduce: str = "bucketed"  # ddp only: naive, flat, overlap, bucketed
+    sync: str = "each"  # each, scatter_each_reduce_last, last
+    forward_prefetch: int = 1  # units gathered ahead of the one that runs
+    backward_prefetch: int = 1
+    reduce_depth: int = 1  # gradient slots in flight before backward waits for the oldest
+    # None: the root unit only; True: all; False: none; k: each rank keeps 1/k and gathers in groups
+    # of k ranks
+    keep_after_forward: bool | int | None = None
+    gather: str = (
+        "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
+    )
+
+    units: tuple[UnitSpec, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_choice("name", NAMES)
+        self._check_choice("inner", tuple(n for n in STRATEGIES if n != "ddp"))
+        self._check_choice("reduce", tuple(REDUCES))
+        self._check_choice("sync", SYNCS)
+        self._check_choice("gather", GATHERS)
+        for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
+            if getattr(self, field) is not None:
+                self._check_choice(field, tuple(DTYPES))
+        for field, least in (
+            ("forward_prefetch", 0),
+            ("backward_prefetch", 0),
+            ("reduce_depth", 1),
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"Plan.{field} is {value!r}, expected a whole number >= {least}")
+        if self.bucket_bytes is not None and not (
+            isinstance(self.bucket_bytes, int) and self.bucket_bytes > 0
+        ):
+            raise ValueError(
+                f"Plan.bucket_bytes is {self.bucket_bytes!r}, expected a positive number of bytes"
+            )
+        if self.name != "ddp" and self.reduce != "bucketed":
+            raise ValueError(
+                f"Plan.reduce={self.reduce!r} is a setting of 'ddp'; {self.name!r} reduces by unit "
+                "(set the units and bucket_bytes instead)"
+            )
+        if self.name != "hsdp" and self.inner != "zero3":
+            raise ValueError(
+                f"Plan.inner={self.inner!r} is a setting of 'hsdp', not of {self.name!r}"
+            )
+        self._check_mesh()
+        self._check_keep()
+
+    def _check_choice(self, field: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, field)
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"Plan.{field} is {value!r}, expected one of {list(choices)}{hint}")
+
+    def _check_mesh(self) -> None:
+        mesh = self.mesh
+        if not (len(mesh) == 2 and all(isinstance(n, int) and n >= 1 for n in mesh)):
+            raise ValueError(f"Plan.mesh is {mesh!r}, expected (replicate, shard), both at least 1")
+        if self.name == "ddp" and self.shard != 1:
+            raise ValueError(
+                f"ddp shards nothing, but the mesh {mesh} has a shard axis of {self.shard}; "
+                f"use mesh={self.replicate * self.shard}, or another strategy"
+            )
+        if self.name.startswith("zero") and self.replicate != 1:
+            raise ValueError(
+                f"{self.name} has one shard group, but the mesh {mesh} has {self.replicate} "
+                "replicas; "
+                f"use Plan.of('hsdp', mesh={mesh}, inner={self.name!r})"
+            )
+
+    def _check_keep(self) -> None:
+        keep = self.keep_after_forward
+        if keep is None or isinstance(keep, bool):
+            return
+        if self.strategy.parameters != "shard":
+            raise ValueError(
+                f"Plan.keep_after_forward={keep} needs parameters that are freed after forward; "
+                f"{self.title} keeps them anyway"
+            )
+        if not (isinstance(keep, int) and 1 < keep < self.shard and self.shard % keep == 0):
+            raise ValueError(
+                f"Plan.keep_after_forward is {keep!r}, expected true, false, or a group size that "
+                "divides "
+                f"the shard axis of {self.shard} (more than 1, less than {self.shard})"
+            )
+
+    @classmethod
+    def of(cls, name: str, mesh: int | str | tuple[int, ...] = 1, **settings: Any) -> Plan:
+        """A Plan by strategy name. `mesh` is (replicate, shard), "2x4", or one number n: (n, 1) for
+        ddp, (1, n) for the zero family. `units` takes classes, name patterns or a parameter count
+        (see `Cut`).
+        """
+        known = {field.name for field in dataclasses.fields(cls)} - {"name", "mesh", "units", "cut"}
+        for key in settings:
+            if key not in known | {"units"}:
+                near = difflib.get_close_matches(key, [*known, "units"], n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"Plan has no setting {key!r}{hint} (settings: {sorted(known | {'units'})})"
+                )
+        for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
+            if isinstance(settings.get(field), torch.dtype):
+                settings[field] = str(settings[field]).removeprefix("torch.")
+        cut = Cut.parse(settings.pop("units", None))
+        return cls(name=name, mesh=_parse_mesh(name, mesh), cut=cut, **settings)
+
+    @property
+    def replicate(self) -> int:
+        return self.mesh[0]
+
+    @property
+    def shard(self) -> int:
+        return self.mesh[1]
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def strategy(self) -> Strategy:
+        """The row of the strategy table that this Plan follows inside a shard group."""
+        return STRATEGIES[self.inner if self.name == "hsdp" else self.name]
+
+    @property
+    def title(self) -> str:
+        return f"hsdp over {self.inner}" if self.name == "hsdp" else self.name
+
+    @property
+    def message_bytes(self) -> int | None:
+        """bucket_bytes, or the strategy's own default."""
+        row = self.inner if self.name == "hsdp" else self.name
+        return self.bucket_bytes or DEFAULT_BUCKET_BYTES[row]
+
+    def dtypes(self, own: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Master, compute and reduce dtype of parameters whose own dtype is `own`. Integers are
+        never cast.
+        """
+        master = getattr(torch, own)
+        if not master.is_floating_point:
+            return master, master, master
+        compute = DTYPES[self.compute_dtype] if self.compute_dtype else master
+        reduce = DTYPES[self.reduce_dtype] if self.reduce_dtype else master
+        return master, compute, reduce
+
+    def resolve(self, model: nn.Module) -> Plan:
+        """The same Plan with its units found in `model` (which may be on the meta device). A Plan
+        that has units already must fit the model exactly.
+        """
+        if self.name == "ddp":
+            bucket = self.message_bytes
+            assert bucket is not None
+            units = cut_buckets(model, REDUCES[self.reduce].group, bucket)
+        else:
+            units = cut_units(model, self.cut, self.message_bytes)
+        if self.units is not None and self.units != units:
+            raise ValueError(_difference(self.units, units))
+        return dataclasses.replace(self, units=units)
+
+    def require_units(self) -> tuple[UnitSpec, ...]:
+        if self.units is None:
+            raise ValueError("this Plan has no units yet: call plan.resolve(model) first")
+        return self.units
+
+    def explain(self, micro_batches: int = 1) -> str:
+        """Per rank: bytes kept by role, peak full-parameter bytes, bytes sent per step by
+        collective.
+        """
+        return memory.explain(self, micro_batches)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`. Unknown keys are errors."""
+        data = json.loads(text)
+        known = {field.name for field in dataclasses.fields(cls)}
+        extra = sorted(set(data) - known)
+        if extra:
+            raise ValueError(f"a Plan has no {extra}; its keys are {sorted(known)}")
+        data["mesh"] = tuple(data["mesh"])
+        if "cut" in data:
+            data["cut"] = Cut(**data["cut"])
+        if data.get("units") is not None:
+            data["units"] = tuple(
+                UnitSpec(
+                    unit["name"],
+                    tuple(unit["modules"]),
+                    tuple(
+                        ParameterSpec(p["name"], tuple(p["shape"]), p["dtype"], p["trainable"])
+                        for p in unit["parameters"]
+                    ),
+                )
+                for unit in data["units"]
+            )
+        return cls(**data)
+
+
+def _parse_mesh(name: str, mesh: int | str | tuple[int, ...]) -> tuple[int, int]:
+    if isinstance(mesh, str):
+        parts = mesh.lower().replace(",", "x").split("x")
+        if not all(part.strip().isdigit() for part in parts):
+            raise ValueError(f"mesh {mesh!r}: expected a number or REPLICATExSHARD, such as 2x4")
+        numbers = tuple(int(part) for part in parts)
+        mesh = numbers[0] if len(numbers) == 1 else numbers
+    if isinstance(mesh, int):
+        if name == "hsdp":
+            raise ValueError(
+                f"hsdp needs mesh=(replicate, shard), got {mesh}; for example mesh=(2, {mesh})"
+            )
+        return (mesh, 1) if name == "ddp" else (1, mesh)
+    pair = tuple(mesh)
+    if len(pair) != 2:
+        raise ValueError(f"mesh {mesh!r}: expected (replicate, shard)")
+    return pair[0], pair[1]
+
+
+def _difference(planned: tuple[UnitSpec, ...], found: tuple[UnitSpec, ...]) -> str:
+    """The first place where a Plan made for another model departs from this one."""
+    for ours, theirs in zip(planned, found, strict=False):
+        if ours != theirs:
+            have = {p.name: p for p in theirs.parameters}
+            for p in ours.parameters:
+                if have.get(p.name) != p:
+                    return (
+                        f"the Plan was made for another model: unit {ours.name!r} expects {p}, "
+                        f"the model has {have.get(p.name, 'no such parameter there')}; resolve "
+                        "the Plan again"
+                    )
+            return (
+                f"the Plan was made for another model: unit {ours.name!r} became "
+                f"{theirs.name!r}; resolve it again"
+            )
+    return (
+        f"the Plan has {len(planned)} units, the model gives {len(found)}; resolve the Plan again"
+    )

@@ -1,0 +1,289 @@
+"""Which parameters travel together: from a module and a `Cut` to the units of a Plan."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.planning.buckets import group_by_bytes
+
+MIB = 2**20
+# A model without repeated blocks is cut into runs of about this size.
+DEFAULT_RUN_BYTES = 32 * MIB
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of a unit: its (first) name and what is needed to count its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit: the modules whose forward needs it, and its parameters. The root unit has the
+    module ''.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[ParameterSpec, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How to find the units of a model.
+
+    blocks: the repeated blocks of the model (children of one class in a ModuleList, Sequential or
+    ModuleDict); a model
+        without them is cut into runs of modules of about `bucket_bytes`.
+    class: every module whose class has one of the names `of`.
+    pattern: every module whose name matches one of the shell patterns `of`.
+    count: runs of modules that hold at least `of` parameters together.
+    """
+
+    by: str = "blocks"
+    of: tuple[str, ...] | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.by not in ("blocks", "class", "pattern", "count"):
+            raise ValueError(
+                f"units: by={self.by!r}, expected 'blocks', 'class', 'pattern' or 'count'"
+            )
+        if self.by in ("class", "pattern"):
+            if isinstance(self.of, list):
+                object.__setattr__(self, "of", tuple(self.of))
+            names = self.of
+            if not (isinstance(names, tuple) and names and all(isinstance(n, str) for n in names)):
+                raise ValueError(f"units by {self.by} need at least one name, got {self.of!r}")
+        if self.by == "count" and not (isinstance(self.of, int) and self.of > 0):
+            raise ValueError(f"units by count need a positive number, got {self.of!r}")
+        if self.by == "blocks" and self.of is not None:
+            raise ValueError(f"units by blocks take no further value, got of={self.of!r}")
+
+    @classmethod
+    def parse(cls, value: Any) -> Cut:
+        """From what a user writes: a class (or several), a pattern (or several), a number of
+        parameters, or None.
+        """
+        if value is None or value == "blocks":
+            return cls()
+        if isinstance(value, Cut):
+            return value
+        if isinstance(value, bool):
+            raise ValueError(f"units: got {value!r}, expected a class, a pattern or a number")
+        if isinstance(value, int):
+            return cls("count", value)
+        if isinstance(value, dict):
+            return cls(**value)
+        several = list(value) if isinstance(value, list | tuple | set) else [value]
+        if several and all(isinstance(v, str) for v in several):
+            return cls("pattern", tuple(several))
+        if several and all(isinstance(v, type) and issubclass(v, nn.Module) for v in several):
+            return cls("class", tuple(sorted(v.__name__ for v in several)))
+        raise ValueError(
+            f"units: got {value!r}, expected module classes, name patterns or a number"
+        )
+
+
+Run = list[tuple[str, nn.Module]]  # modules that form one unit
+
+
+def cut_units(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> tuple[UnitSpec, ...]:
+    """The units of `model`, the root unit first if it has parameters of its own.
+
+    Finds the runs of modules, merges small neighbours up to `bucket_bytes`, gives every parameter
+    to the deepest run that contains all of its places (a tied parameter of two runs goes to their
+    common ancestor, at last the root), and splits a unit whose parameters have different dtypes.
+    """
+    runs = _merge(_find_runs(model, cut, bucket_bytes), bucket_bytes)
+    run_of_module = {name: i for i, run in enumerate(runs) for name, _ in run}
+    owned: dict[int | None, list[ParameterSpec]] = {None: [], **{i: [] for i in range(len(runs))}}
+    for names, parameter in places(model):
+        chains = [_enclosing_runs(name, run_of_module) for name in names]
+        common = [run for run in chains[0] if all(run in chain for chain in chains[1:])]
+        spec = ParameterSpec(
+            names[0],
+            tuple(parameter.shape),
+            str(parameter.dtype).removeprefix("torch."),
+            parameter.requires_grad,
+        )
+        owned[common[0] if common else None].append(spec)
+    units = list(_split_by_dtype("root", ("",), owned[None]))
+    for i, run in enumerate(runs):
+        modules = tuple(name for name, _ in run)
+        label = modules[0] if len(modules) == 1 else f"{modules[0]}..{modules[-1]}"
+        units += _split_by_dtype(label, modules, owned[i])
+    return tuple(units)
+
+
+def cut_buckets(model: nn.Module, group: str, bucket_bytes: int) -> tuple[UnitSpec, ...]:
+    """Data parallel's units: groups of parameters for one all-reduce, no matter which module uses
+    them.
+
+    Listed so that the reverse of the list is the order in which backward is expected to finish
+    them.
+    """
+    specs = [
+        ParameterSpec(
+            names[0], tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad
+        )
+        for names, p in places(model)
+    ]
+    itemsize = {names[0]: p.element_size() for names, p in places(model)}
+    if group == "parameter":
+        groups = [[spec] for spec in specs]
+    elif group == "all":
+        groups = [specs] if specs else []
+    else:
+        # Fill from the back, as gradients arrive, so that the first bucket to be ready is a full
+        # one.
+        groups = [
+            list(reversed(run))
+            for run in reversed(
+                group_by_bytes(reversed(specs), lambda s: s.numel * itemsize[s.name], bucket_bytes)
+            )
+        ]
+    units: list[UnitSpec] = []
+    for i, members in enumerate(groups):
+        label = members[0].name if len(members) == 1 else f"bucket{i}"
+        units += _split_by_dtype(label, ("",), members)
+    return tuple(units)
+
+
+def places(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
+    """Every distinct parameter once, with all its names (a tied parameter has several)."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    for key, parameter in parameters.items():
+        yield names[key], parameter
+
+
+def _find_runs(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> list[Run]:
+    if cut.by == "blocks":
+        blocks = [[pair] for pair in _repeated_blocks(model, "")]
+        return blocks or group_by_bytes(
+            _owners(model), lambda pair: _own_bytes(pair[1]), bucket_bytes or DEFAULT_RUN_BYTES
+        )
+    if cut.by == "count":
+        assert isinstance(cut.of, int)
+        return _runs_of_count(model, cut.of)
+    assert isinstance(cut.of, tuple)
+    modules = [(n, m) for n, m in model.named_modules() if n and any(True for _ in m.parameters())]
+    if cut.by == "class":
+        found = [(n, m) for n, m in modules if any(c.__name__ in cut.of for c in type(m).__mro__)]
+    else:
+        found = [(n, m) for n, m in modules if any(fnmatch.fnmatchcase(n, p) for p in cut.of)]
+        # "layers.*" means the layers, not also everything inside them.
+        depth = {p: p.count(".") for p in cut.of}
+        found = [
+            (n, m)
+            for n, m in found
+            if any(fnmatch.fnmatchcase(n, p) and n.count(".") == depth[p] for p in cut.of)
+        ]
+    if not found:
+        kinds = sorted({type(m).__name__ for _, m in modules})
+        seen = kinds if cut.by == "class" else [n for n, _ in modules][:12]
+        raise ValueError(
+            f"units by {cut.by} {list(cut.of)} match no module with parameters; the model has "
+            f"{seen}"
+        )
+    return [[pair] for pair in found]
+
+
+def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost children of containers that share a class, have submodules and hold parameters."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        siblings = [
+            other
+            for other in module.children()
+            if type(other) is type(child) and any(True for _ in other.parameters())
+        ]
+        container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        composite = any(True for _ in child.children())
+        nested = isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        if container and composite and not nested and child in siblings and len(siblings) > 1:
+            yield path, child
+        else:
+            yield from _repeated_blocks(child, f"{path}.")
+
+
+def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that hold parameters directly, in the model's order; the model itself is the root's
+    business.
+    """
+    return [
+        (n, m)
+        for n, m in model.named_modules()
+        if n and any(True for _ in m.parameters(recurse=False))
+    ]
+
+
+def _runs_of_count(model: nn.Module, least: int) -> list[Run]:
+    runs: list[Run] = []
+    held = least
+    for pair in _owners(model):
+        if held >= least:
+            runs.append([])
+            held = 0
+        runs[-1].append(pair)
+        held += sum(p.numel() for p in pair[1].parameters(recurse=False))
+    return runs
+
+
+def _merge(runs: list[Run], bucket_bytes: int | None) -> list[Run]:
+    """Small neighbouring units become one, up to `bucket_bytes`: a message should be worth its
+    latency.
+    """
+    if not bucket_bytes or any(len(run) > 1 for run in runs):
+        return runs
+    nested = any(_is_inside(a[0][0], b[0][0]) for a in runs for b in runs if a is not b)
+    if nested:
+        return runs
+    size = lambda run: sum(p.numel() * p.element_size() for p in run[0][1].parameters())  # noqa: E731
+    return [[run[0] for run in group] for group in group_by_bytes(runs, size, bucket_bytes)]
+
+
+def _is_inside(inner: str, outer: str) -> bool:
+    return inner.startswith(outer + ".")
+
+
+def _own_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+
+
+def _enclosing_runs(parameter_name: str, run_of_module: dict[str, int]) -> list[int]:
+    """The runs whose modules contain the parameter, the deepest first."""
+    parts = parameter_name.split(".")[:-1]
+    prefixes = (".".join(parts[:k]) for k in range(len(parts), 0, -1))
+    return [run_of_module[prefix] for prefix in prefixes if prefix in run_of_module]
+
+
+def _split_by_dtype(
+    name: str, modules: tuple[str, ...], parameters: list[ParameterSpec]
+) -> list[UnitSpec]:
+    dtypes = list(dict.fromkeys(spec.dtype for spec in parameters))
+    return [
+        UnitSpec(
+            name if len(dtypes) == 1 else f"{name}[{dtype}]",
+            modules,
+            tuple(spec for spec in parameters if spec.dtype == dtype),
+        )
+        for dtype in dtypes
+    ]

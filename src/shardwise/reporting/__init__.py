@@ -1,0 +1,1 @@
+"""What a run looked like: text and HTML, rendered anywhere, with no torch."""

@@ -1,0 +1,45 @@
+"""The micro-batches of one step: the engine knows which is the last, so there is no flag to set or
+invert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import nn
+
+from shardwise.runtime.api import engine_of
+
+Item = TypeVar("Item")
+
+
+def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
+    """Yield each micro-batch of a step; run one forward and one backward for each.
+
+    First the ranks compare how many they run: ranks of one shard group must agree, replicas may
+    differ (also zero) unless sync is 'each'. A rank without micro-batches joins the others with
+    zeros. Leaving the loop early is an error at the next use of the model.
+    """
+    engine = engine_of(model)
+    items = list(batches)
+    total = len(items)
+    engine.agreement.check_counts(total)
+    if total == 0:
+        engine.run_nothing()
+        return
+    ran = 0
+    try:
+        for i, item in enumerate(items):
+            engine.micro = (i, total)
+            yield item
+            ran += 1
+    finally:
+        engine.micro = None
+        if ran < total:
+            engine.interrupted = (
+                f"{ran} of {total} micro-batches ran; gradients are not reduced. The loop over "
+                "sw.microbatches was left "
+                "early (break, return or an exception); run every micro-batch, or start again "
+                "from a checkpoint"
+            )

@@ -1,0 +1,57 @@
+"""Walking what modules take and give: tensors inside tuples, lists, dicts and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in `dtype`; the same object if none changes."""
+    return transform(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def transform(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor replaced by `change(tensor)`; containers are copied only where
+    something changed.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [transform(item, change) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        pairs = {key: transform(item, change) for key, item in value.items()}
+        if all(pairs[key] is value[key] for key in pairs):
+            return value
+        return type(value)(**pairs) if dataclasses.is_dataclass(value) else type(value)(pairs)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: transform(getattr(value, field.name), change)
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        if all(fields[name] is getattr(value, name) for name in fields):
+            return value
+        return dataclasses.replace(value, **fields)
+    return value

@@ -1,0 +1,63 @@
+"""From a module and a resolved Plan to its units, attached in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.comms.lanes import Lane
+from shardwise.planning.plan import Plan
+from shardwise.planning.units import places
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.storage import Member
+from shardwise.sharding.unit import Unit
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """The one device of all parameters; an error names the first that is elsewhere."""
+    device: torch.device | None = None
+    first = ""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"parameter {name!r} is on the meta device; give it memory and values first "
+                "(model.to_empty(device=...), then initialise)"
+            )
+        if device is None:
+            device, first = parameter.device, name
+        elif parameter.device != device:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, but {first!r} is on {device}; "
+                "move the model to one device before sharding it"
+            )
+    if device is None:
+        raise ValueError(f"{type(model).__name__} has no parameters to shard")
+    return device
+
+
+def attach(model: nn.Module, plan: Plan, mesh: Mesh, lane: Lane) -> list[Unit]:
+    """Make every unit of the Plan over `model`'s parameters, in the Plan's order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    members: dict[str, Member] = {}
+    for names, parameter in places(model):
+        if not isinstance(parameter, nn.Parameter) or type(parameter.data) is not torch.Tensor:
+            raise ValueError(
+                f"parameter {names[0]!r} is a {type(parameter.data).__name__}; sharding starts "
+                "from plain tensors "
+                "(was the model sharded already?)"
+            )
+        hangs = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+        # A module reachable by two names is one place.
+        unique = list({(id(module), key): (module, key) for module, key in hangs}.values())
+        members[names[0]] = Member(names, unique, parameter)
+    return [
+        Unit(
+            spec.name,
+            [modules[name] for name in spec.modules],
+            [members[p.name] for p in spec.parameters],
+            plan,
+            mesh,
+            lane,
+        )
+        for spec in plan.require_units()
+    ]

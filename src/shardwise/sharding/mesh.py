@@ -1,0 +1,126 @@
+"""From a Plan's mesh to process groups, checked before any collective runs."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from shardwise.comms.real import Group
+from shardwise.comms.versions import supported_devices
+from shardwise.planning.plan import Plan
+
+
+class Mesh:
+    """This rank's groups on the mesh (replicate, shard), and how DTensors on it are placed."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        _check(plan, device)
+        self.device = device
+        both = _make_mesh(device.type, plan.mesh, ("replicate", "shard"))
+        fake = dist.get_backend() == "fake"
+        control = None if fake else _control_mesh(both, plan)
+        self.replicate = _group(both, "replicate", control)
+        self.shard = _group(both, "shard", control)
+        # DTensors live on the axes that are there: (replicate, shard) for hsdp, shard alone
+        # otherwise.
+        self.hybrid = plan.replicate > 1
+        self.device_mesh: DeviceMesh = both if self.hybrid else both["shard"]
+        self.keep = self._keep_group(plan) if _is_group_size(plan.keep_after_forward) else None
+
+    def placements(self, replicated: bool) -> list[Placement]:
+        inner: Placement = Replicate() if replicated else Shard(0)
+        return [Replicate(), inner] if self.hybrid else [inner]
+
+    def _keep_group(self, plan: Plan) -> Group:
+        """The smaller groups of neighbours that hold a unit between forward and backward."""
+        k = plan.keep_after_forward
+        assert isinstance(k, int)
+        shape = (plan.replicate, plan.shard // k, k)
+        small = _make_mesh(self.device.type, shape, ("replicate", "outer", "keep"))
+        return _group(small, "keep", None)
+
+
+def _is_group_size(keep: bool | int | None) -> bool:
+    return keep is not None and not isinstance(keep, bool)
+
+
+def _group(mesh: DeviceMesh, axis: str, control: DeviceMesh | None) -> Group:
+    size = mesh[axis].size()
+    return Group(
+        axis,
+        mesh.get_group(axis),
+        size,
+        mesh.get_local_rank(axis),
+        control.get_group(axis) if control is not None else None,
+    )
+
+
+def _control_mesh(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
+    """Groups for small host values. NCCL would stall the device for them, so such a mesh gets gloo
+    groups beside.
+    """
+    if "cpu" in supported_devices(mesh.get_group("shard")):
+        return mesh
+    return _make_mesh("cpu", plan.mesh, ("replicate", "shard"), backend="gloo")
+
+
+# Process groups are dear and never go away, so models of one mesh share them; gone with their
+# world.
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]]
+_meshes = weakref.WeakKeyDictionary()
+
+
+def _make_mesh(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], backend: str | None = None
+) -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None
+    made = _meshes.setdefault(world, {})
+    key = (device_type, shape, backend)
+    if key not in made:
+        override: Any = {name: backend for name in names} if backend else None
+        made[key] = init_device_mesh(
+            device_type, shape, mesh_dim_names=names, backend_override=override
+        )
+    return made[key]
+
+
+def _check(plan: Plan, device: torch.device) -> None:
+    """Error when there is no process group, when the world has another size, or the backend cannot
+    move `device`.
+    """
+    if not dist.is_initialized():
+        if plan.world > 1:
+            raise RuntimeError(
+                f"the Plan's mesh {plan.mesh} has {plan.world} ranks, but torch.distributed is "
+                "not initialised; "
+                "start with torchrun (or `shardwise train`) and call "
+                "torch.distributed.init_process_group first"
+            )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size()
+    if plan.world != world:
+        raise ValueError(
+            f"the Plan's mesh {plan.mesh} has {plan.replicate} x {plan.shard} = {plan.world} "
+            f"ranks, but {world} "
+            f"{'is' if world == 1 else 'are'} running (rank {dist.get_rank()}); use a mesh whose "
+            f"product is {world}"
+        )
+    backend = dist.get_backend()
+    usable = supported_devices(dist.group.WORLD)
+    if backend != "fake" and device.type not in usable:
+        advice = (
+            "move the model to the GPU before sharding it, or initialise with backend='gloo'"
+            if device.type == "cpu"
+            else "initialise with backend='cpu:gloo,cuda:nccl'"
+        )
+        raise ValueError(
+            f"rank {dist.get_rank()}: the model is on {device}, but the process group's backend "
+            f"{backend!r} moves "
+            f"{sorted(usable)} tensors only; {advice}"
+        )

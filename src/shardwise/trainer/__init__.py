@@ -1,0 +1,1 @@
+"""A small trainer for language models on top of the engine."""

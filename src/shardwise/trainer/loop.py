@@ -1,0 +1,180 @@
+"""The training loop of one rank: the only place of the trainer that calls the engine."""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import UserError
+from shardwise.reporting.run import CONFIG, FACTS, PLAN
+from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
+from shardwise.trainer.data import Corpus, open_corpus
+from shardwise.trainer.model import LM
+from shardwise.trainer.outputs import MetricsFile, StepMetrics, describe_software, write_json
+from shardwise.trainer.place import Place, join, memory_in_use
+from shardwise.trainer.progress import progress
+from shardwise.trainer.sizes import parameter_count
+
+Batch = tuple[Tensor, Tensor]
+
+
+def train(config_toml: str) -> None:
+    """Train as the configuration says, as one rank of the process group it joins.
+
+    On failure the group is left as it is: leaving it would wait for the other ranks.
+    """
+    config = TrainConfig.from_toml(config_toml)
+    corpus = open_corpus(
+        config.data.path,
+        vocab=config.model.resolve().vocab,
+        seed=config.data.seed,
+        token_dtype=config.data.token_dtype,
+    )
+    place = join(config.run)
+    torch.manual_seed(config.run.seed)
+    model = LM(config.model.resolve(), config.data.seq, config.model.checkpoint).to(place.device)
+    plan = build_plan(config.plan, model, place.world)
+    if place.rank == 0:
+        _write_facts(config, plan, corpus, place)
+    _run_steps(config, sw.shard(model, plan), corpus, place)
+    dist.destroy_process_group()
+
+
+def build_plan(config: PlanConfig, model: nn.Module, world: int) -> sw.Plan:
+    """Make the plan and resolve it against the model; a strategy's mesh defaults to all ranks."""
+    try:
+        if config.is_file:
+            plan = sw.Plan.from_json(Path(config.strategy).read_text(encoding="utf-8"))
+        else:
+            plan = sw.Plan.of(config.strategy, **{"mesh": world, **config.settings})
+        if plan.world != world:
+            raise UserError(
+                f"the plan's mesh {plan.mesh} is for {plan.world} ranks, but {world} are running: "
+                f"give --nproc {plan.world}, or another plan.mesh"
+            )
+        return plan.resolve(model)
+    except (ValueError, TypeError, OSError) as error:
+        raise UserError(f"plan {config.strategy}: {error}") from error
+
+
+def lr_at(step: int, steps: int, optim: OptimConfig) -> float:
+    """Give the learning rate of step 1 to `steps`: a linear warm-up, then a cosine to its end."""
+    if step <= optim.warmup:
+        return optim.lr * step / optim.warmup
+    done = (step - optim.warmup) / max(1, steps - optim.warmup)
+    lowest = optim.lr * optim.min_lr_ratio
+    return lowest + (optim.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def _run_steps(config: TrainConfig, model: nn.Module, corpus: Corpus, place: Place) -> None:
+    """Train all steps; every `log_every` of them, and the last, give a row of metrics."""
+    run, optim, data = config.run, config.optim, config.data
+    optimizer = sw.local(
+        torch.optim.AdamW(
+            model.parameters(),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+    )
+    step_tokens = place.world * run.micro_batches * data.batch * data.seq
+    metrics = MetricsFile(Path(run.out)) if place.rank == 0 else None
+    logged, start, waited = 0, time.perf_counter(), sw.exposed_seconds(model)
+    with progress(run.steps, place.rank) as show:
+        for step in range(1, run.steps + 1):
+            lr = lr_at(step, run.steps, optim)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            batches = _draw_batches(config, corpus, step, place)
+            loss_sum, norm = _take_step(model, optimizer, batches, step_tokens, optim.clip)
+            if step % run.log_every and step != run.steps:
+                continue
+            dist.all_reduce(loss_sum)
+            loss = loss_sum.item() / step_tokens  # on cuda this also waits for the step to end
+            now, waited_now = time.perf_counter(), sw.exposed_seconds(model)
+            elapsed = now - start
+            row = StepMetrics(
+                step=step,
+                loss=loss,
+                grad_norm=norm.item(),
+                lr=lr,
+                tokens=step * step_tokens,
+                tokens_per_s=(step - logged) * step_tokens / elapsed,
+                step_s=elapsed / (step - logged),
+                memory_bytes=memory_in_use(place.device),
+                exposed_share=_share(waited, waited_now, elapsed),
+            )
+            if metrics is not None:
+                metrics.write(row)
+            show(row)
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss is {loss} at step {step}: training has diverged; lower optim.lr, "
+                    f"raise optim.warmup, or compute in a wider dtype"
+                )
+            logged, start, waited = step, now, waited_now
+    if metrics is not None:
+        metrics.close()
+
+
+def _take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    step_tokens: int,
+    clip: float,
+) -> tuple[Tensor, Tensor]:
+    """Run all micro-batches, clip, update; give this rank's summed loss and the norm."""
+    loss_sum = torch.zeros((), device=batches[0][0].device)
+    for tokens_BT, targets_BT in sw.microbatches(model, batches):
+        loss = model(tokens_BT, targets_BT)
+        (loss / step_tokens).backward()
+        loss_sum += loss.detach()
+    norm = sw.clip_grad_norm(model, clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_sum, norm
+
+
+def _draw_batches(config: TrainConfig, corpus: Corpus, step: int, place: Place) -> list[Batch]:
+    data = config.data
+    batches = []
+    for micro in range(config.run.micro_batches):
+        tokens_BT, targets_BT = corpus.batch(
+            seed=data.seed, step=step, micro=micro, rank=place.rank, batch=data.batch, seq=data.seq
+        )
+        batches.append(
+            (
+                torch.from_numpy(tokens_BT).to(place.device),
+                torch.from_numpy(targets_BT).to(place.device),
+            )
+        )
+    return batches
+
+
+def _share(before: float | None, after: float | None, elapsed: float) -> float | None:
+    return None if before is None or after is None else (after - before) / elapsed
+
+
+def _write_facts(config: TrainConfig, plan: sw.Plan, corpus: Corpus, place: Place) -> None:
+    out = Path(config.run.out)
+    (out / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+    (out / PLAN).write_text(plan.to_json() + "\n", encoding="utf-8")
+    facts = {
+        **describe_software(),
+        "world": place.world,
+        "device": place.device_name,
+        "backend": place.backend,
+        "threads": torch.get_num_threads(),
+        "parameters": parameter_count(config.model.resolve()),
+        "data": corpus.name,
+        "data_tokens": len(corpus.tokens),
+        "unigram_entropy": corpus.unigram_entropy(),
+        "plan_explanation": plan.explain(config.run.micro_batches),
+    }
+    write_json(out / FACTS, facts)

@@ -1,0 +1,175 @@
+"""The transformer language model that the trainer trains and the benchmarks measure.
+
+Pre-norm blocks of causal attention and a SwiGLU feed-forward; RMSNorm, rotary positions, no biases.
+
+Letters of the shape suffixes: B batch, T time (sequence), D d_model, F d_ff, V vocabulary, H query
+heads, G key/value heads, K width of one head, P pairs of one head's width (K / 2).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import checkpoint as activation_checkpoint
+
+from shardwise.trainer.sizes import CHECKPOINT_KINDS, CheckpointKind, Size
+
+IGNORED = -100  # a target with this value carries no loss
+NORM_EPS = 1e-5
+
+
+def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Causal attention; each key/value head serves H / G query heads."""
+    grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
+    return functional.scaled_dot_product_attention(
+        q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped
+    )
+
+
+def rotate(x_BHTK: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + K/2]) by its position's angle, in fp32; keeps the dtype."""
+    a_BHTP, b_BHTP = x_BHTK.float().chunk(2, dim=-1)
+    turned = (a_BHTP * cos_TP - b_BHTP * sin_TP, b_BHTP * cos_TP + a_BHTP * sin_TP)
+    return torch.cat(turned, dim=-1).to(x_BHTK.dtype)
+
+
+class Rope(nn.Module):
+    """The rotary angles of `context` positions: one instance, shared by all blocks.
+
+    The tables are buffers of a module of their own rather than inputs of the blocks, because a
+    mixed-precision engine may cast a block's inputs, and bf16 angles confuse far positions.
+    """
+
+    cos_TP: Tensor
+    sin_TP: Tensor
+
+    def __init__(self, context: int, head_width: int, theta: float) -> None:
+        super().__init__()
+        pairs = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
+        angles_TP = torch.outer(torch.arange(context, dtype=torch.float32), theta**-pairs)
+        self.register_buffer("cos_TP", angles_TP.cos(), persistent=False)
+        self.register_buffer("sin_TP", angles_TP.sin(), persistent=False)
+
+    def forward(self, x_BHTK: Tensor) -> Tensor:
+        length = x_BHTK.shape[2]
+        return rotate(x_BHTK, self.cos_TP[:length], self.sin_TP[:length])
+
+
+class Attention(nn.Module):
+    def __init__(self, size: Size, rope: Rope) -> None:
+        super().__init__()
+        self.head_width = size.head_width
+        kv_width = size.kv_heads * size.head_width
+        self.q = nn.Linear(size.d_model, size.d_model, bias=False)
+        self.k = nn.Linear(size.d_model, kv_width, bias=False)
+        self.v = nn.Linear(size.d_model, kv_width, bias=False)
+        self.out = nn.Linear(size.d_model, size.d_model, bias=False)
+        self.rope = rope
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q_BHTK, k_BGTK, v_BGTK = (
+            project(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        mixed_BHTK = attend(self.rope(q_BHTK), self.rope(k_BGTK), v_BGTK)
+        return self.out(mixed_BHTK.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.d_model, size.d_ff, bias=False)
+        self.up = nn.Linear(size.d_model, size.d_ff, bias=False)
+        self.down = nn.Linear(size.d_ff, size.d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size, rope: Rope) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
+        self.attention = Attention(size, rope)
+        self.feed_forward_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
+        self.feed_forward = FeedForward(size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+
+
+class LM(nn.Module):
+    """Embedding, `size.layers` blocks, a last norm and the output projection."""
+
+    def __init__(self, size: Size, context: int, checkpoint: CheckpointKind = "none") -> None:
+        """Build and initialise the model for sequences of up to `context` tokens."""
+        super().__init__()
+        if context < 1:
+            raise ValueError(f"context must be at least 1 token, got {context}")
+        if checkpoint not in CHECKPOINT_KINDS:
+            raise ValueError(
+                f"unknown activation checkpointing {checkpoint!r}: use one of {CHECKPOINT_KINDS}"
+            )
+        self.size = size
+        self.context = context
+        self.checkpoint = checkpoint
+        rope = Rope(context, size.head_width, size.rope_theta)
+        self.embedding = nn.Embedding(size.vocab, size.d_model)
+        self.layers = nn.ModuleList(Block(size, rope) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
+        self.head = nn.Linear(size.d_model, size.vocab, bias=False)
+        if size.tied:
+            self.head.weight = self.embedding.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw the weights: unit gain for inner projections, residual outputs shrunk by depth."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        for block in self.modules():
+            if isinstance(block, Block):
+                for residual in (block.attention.out, block.feed_forward.down):
+                    residual.weight.mul_((2 * self.size.layers) ** -0.5)
+        # Last, because a tied head is this tensor: small logits start the loss near ln(vocab).
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Give the logits, or with targets the cross-entropy summed over tokens, in fp32.
+
+        The sum, not the mean: the caller divides by the number of tokens of all ranks and
+        micro-batches, so that uneven work is weighted rightly.
+        """
+        length = tokens_BT.shape[1]
+        if length > self.context:
+            raise ValueError(
+                f"a sequence of {length} tokens, but the model was built for at most "
+                f"{self.context}: build it with context={length}"
+            )
+        x_BTD = self.embedding(tokens_BT)
+        for layer in self.layers:
+            x_BTD = self._run(layer, x_BTD)
+        logits_BTV = self.head(self.norm(x_BTD))
+        if targets_BT is None:
+            return logits_BTV
+        return functional.cross_entropy(
+            logits_BTV.flatten(0, 1).float(),
+            targets_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+
+    def _run(self, layer: nn.Module, x_BTD: Tensor) -> Tensor:
+        """Run one block, keeping its activations for backward or only its input."""
+        if self.checkpoint == "none" or not torch.is_grad_enabled():
+            return layer(x_BTD)
+        return activation_checkpoint.checkpoint(
+            layer,
+            x_BTD,
+            use_reentrant=self.checkpoint == "reentrant",
+            preserve_rng_state=False,  # the model draws no random numbers
+        )

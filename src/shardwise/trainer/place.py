@@ -1,0 +1,70 @@
+"""Where a rank runs: its number, its device and its process group."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import UserError
+from shardwise.trainer.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world: int
+    device: torch.device
+    backend: str
+
+    @property
+    def device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return self.device.type
+
+
+def join(run: RunConfig) -> Place:
+    """Join the default process group with the device and backend the configuration asks for."""
+    rank, world, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = _choose_device(run.device, local)
+    backend = run.backend or ("nccl" if device.type == "cuda" else "gloo")
+    if not dist.is_backend_available(backend):
+        raise UserError(
+            f"run.backend {backend!r} is not in this build of torch: use gloo on cpu, nccl on cuda"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bound = device if backend == "nccl" else None
+    dist.init_process_group(backend, rank=rank, world_size=world, device_id=bound)
+    return Place(rank, world, device, backend)
+
+
+def _choose_device(wanted: str, local: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return torch.device("cpu")
+    if local >= count:
+        raise UserError(
+            f"local rank {local} has no GPU of its own: this machine has {count}; lower --nproc, "
+            f"or set run.device=cpu"
+        )
+    return torch.device("cuda", local)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Give bytes: on cuda the peak allocated since the last call, on cpu what is resident."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+    import sys
+
+    # Without /proc only the peak is known: in bytes on macOS, in KiB elsewhere.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

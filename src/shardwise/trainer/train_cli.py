@@ -1,0 +1,81 @@
+"""`shardwise train`."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+# Flags that are shorter names of configuration keys.
+_SHORTCUTS = {
+    "plan": ("plan.strategy", "NAME|FILE", "ddp, zero1, zero2, zero3, hsdp, or a plan.json"),
+    "data": ("data.path", "FILE", "text, or .bin/.npy token ids; default: the built-in grammar"),
+    "nproc": ("run.nproc", "N", "ranks to start on this machine"),
+    "steps": ("run.steps", "N", "optimizer steps"),
+    "out": ("run.out", "DIR", "where the run's files go"),
+}
+
+_EXAMPLES = """\
+examples:
+  shardwise train                                        a tiny model on this machine, one rank
+  shardwise train --plan zero3 --nproc 2 --out run       two ranks, everything sharded
+  shardwise train --plan hsdp --nproc 4 --set plan.mesh=2x2
+  shardwise train config.toml --set optim.lr=1e-3 --set plan.compute_dtype=bfloat16
+  shardwise train run/config.toml --out again            the same run once more
+  torchrun --nproc-per-node 8 -m shardwise.cli train --plan zero3 --set model.size=medium
+
+keys of config.toml and of --set, with their defaults:
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    from shardwise.trainer.config import describe_keys
+
+    parser = subparsers.add_parser(
+        "train",
+        help="train a language model under a plan",
+        description="Trains a transformer language model and writes metrics.jsonl, config.toml,\n"
+        "plan.json and run.json to DIR. Starts the ranks itself, or joins torchrun's.",
+        epilog=_EXAMPLES + describe_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config", nargs="?", metavar="config.toml", help="configuration to start from"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        dest="assignments",
+        help="set one key of the configuration; may be repeated",
+    )
+    for flag, (key, metavar, help) in _SHORTCUTS.items():
+        parser.add_argument(f"--{flag}", metavar=metavar, help=f"{help} ({key})")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the run that DIR holds already"
+    )
+    parser.set_defaults(command=train)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Resolve the configuration, claim the directory, run the ranks."""
+    from shardwise.trainer.config import load_config
+    from shardwise.trainer.launch import RankFailed, joined, run_ranks
+    from shardwise.trainer.outputs import claim_directory
+
+    assignments = [tuple(text.partition("=")[::2]) for text in arguments.assignments]
+    for flag, (key, _, _) in _SHORTCUTS.items():
+        if getattr(arguments, flag) is not None:
+            assignments.append((key, getattr(arguments, flag)))
+    config = load_config(arguments.config, assignments)
+    if not joined() or os.environ["RANK"] == "0":
+        claim_directory(config.run.out, overwrite=arguments.overwrite)
+    try:
+        run_ranks("shardwise.trainer.loop:train", (config.to_toml(),), config.run.nproc)
+    except RankFailed as error:
+        sys.exit(f"shardwise: {error}")
+    finally:
+        if sys.stdout.isatty():
+            # A rank that was ended while it drew the progress bar left the cursor hidden.
+            print("\x1b[?25h", end="", flush=True)

@@ -1,0 +1,322 @@
+"""Settings of the engine change how it moves, never what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from tests.parity.models import Block, Model, build, loss_sum, token_batch
+from tests.parity.oracle import difference, train_alone
+from tests.parity.training import compare, compare_many
+from tests.ranks import Ranks
+
+BOUND = 1e-6
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed": ("zero3", {"gather": "packed"}),
+    "grouped": ("zero3", {"gather": "grouped"}),
+    "each": ("zero3", {"gather": "each"}),
+    "no-prefetch": ("zero3", {"forward_prefetch": 0, "backward_prefetch": 0}),
+    "deep-prefetch": ("zero3", {"forward_prefetch": 3, "backward_prefetch": 2}),
+    "deep-reduce": ("zero3", {"reduce_depth": 4}),
+    "keep-all": ("zero3", {"keep_after_forward": True}),
+    "keep-none": ("zero3", {"keep_after_forward": False}),
+    "by-class": ("zero3", {"units": [Block]}),
+    "by-pattern": ("zero3", {"units": ["layers.*", "head"]}),
+    "by-count": ("zero3", {"units": 50}),
+    "merged": ("zero3", {"bucket_bytes": 3000}),
+    "leaves": ("zero3", {"units": [nn.Linear, nn.LayerNorm]}),
+    "zero2-by-count": ("zero2", {"units": 50}),
+    "zero1-small": ("zero1", {"bucket_bytes": 200}),
+    "reduce-f64": ("zero3", {"reduce_dtype": "float64"}),
+    "ddp-reduce-f64": ("ddp", {"reduce_dtype": "float64"}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_do_not_change_the_result(two: Ranks, setting: str) -> None:
+    name, settings = SETTINGS[setting]
+    cases = [
+        (("odd", name, 2, "adamw", (2, 2), dtype), {"settings": {**settings, "sync": sync}})
+        for dtype, sync in (("float32", "each"), ("bfloat16", "last"))
+    ]
+    for errors in two.run(compare_many, cases):
+        assert max(errors) <= BOUND
+
+
+@pytest.mark.parametrize("gather", ("packed", "each"))
+def test_keeping_in_a_smaller_group(four: Ranks, gather: str) -> None:
+    settings = {"keep_after_forward": 2, "gather": gather}
+    cases = [
+        (("odd", "zero3", 4, "adamw", (2,) * 4, dtype), {"settings": settings})
+        for dtype in ("float32", "bfloat16")
+    ]
+    for errors in four.run(compare_many, cases):
+        assert max(errors) <= BOUND
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_local_optimizer_equals_the_plain_one(two: Ranks, name: str) -> None:
+    cases = [
+        ((kind, name, 2, opt, (2, 2), dtype), {"local": True})
+        for kind in ("even", "odd")
+        for opt in ("sgd", "adamw")
+        for dtype in ("float32", "bfloat16")
+    ]
+    for errors in two.run(compare_many, cases):
+        assert max(errors) <= BOUND
+
+
+@pytest.mark.parametrize("sync", ("scatter_each_reduce_last", "last"))
+@pytest.mark.parametrize(
+    ("name", "mesh", "counts"),
+    [
+        ("hsdp", (2, 2), (3, 3, 1, 1)),
+        ("hsdp", (2, 2), (2, 2, 0, 0)),
+        ("ddp", 4, (2, 0, 1, 3)),
+        ("ddp", 4, (0, 1, 1, 0)),
+    ],
+)
+def test_uneven_work_is_weighted_by_tokens(
+    four: Ranks, name: str, mesh: Any, counts: tuple[int, ...], sync: str
+) -> None:
+    """Cases 11 and 12: replicas run different numbers of micro-batches, also none."""
+    cases = [
+        ((kind, name, mesh, "adamw", counts, "float32"), {"settings": {"sync": sync}})
+        for kind in ("even", "odd")
+    ]
+    for errors in four.run(compare_many, cases):
+        assert max(errors) <= BOUND
+
+
+def test_one_rank_is_the_same_path() -> None:
+    """World size 1, no process group needed: parameters are still DTensors, numbers are one
+    process's.
+    """
+    for name in ("ddp", "zero1", "zero2", "zero3"):
+        for dtype in ("float32", "bfloat16"):
+            assert compare("odd", name, 1, "adamw", (2,), dtype) <= BOUND
+
+
+def _plain_loop(name: str, backwards: int) -> float:
+    """No sw.microbatches: every backward is a step of its own, gradients add up until zero_grad."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sw.shard(build("odd"), sw.Plan.of(name, mesh=world))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        batches = [token_batch(step, i) for i in range(world * backwards)]
+        total = sum(b.numel() for b in batches)
+        for i in range(backwards):
+            tokens = batches[rank * backwards + i]
+            (loss_sum(model(tokens), tokens) / total).backward()
+        sw.clip_grad_norm(model, 1.0)
+        opt.step()
+        opt.zero_grad()
+    expected = train_alone("odd", "float32", "adamw", (backwards,) * world)
+    return difference(sw.full_state_dict(model), expected)
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_backward_without_microbatches_accumulates(two: Ranks, name: str) -> None:
+    assert max(two.run(_plain_loop, name, 1)) <= BOUND
+    assert max(two.run(_plain_loop, name, 2)) <= BOUND
+
+
+def _two_forwards(name: str, one_backward: bool) -> float:
+    """Case 13: two forwards before a backward, together or apart."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sw.shard(build("odd"), sw.Plan.of(name, mesh=world))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        batches = [token_batch(step, i) for i in range(2 * world)]
+        total = sum(b.numel() for b in batches)
+        mine = batches[2 * rank : 2 * rank + 2]
+        losses = [loss_sum(model(tokens), tokens) / total for tokens in mine]
+        if one_backward:
+            (losses[0] + losses[1]).backward()
+        else:
+            losses[0].backward()
+            losses[1].backward()
+        sw.clip_grad_norm(model, 1.0)
+        opt.step()
+        opt.zero_grad()
+    expected = train_alone("odd", "float32", "adamw", (2,) * world)
+    return difference(sw.full_state_dict(model), expected)
+
+
+@pytest.mark.parametrize("one_backward", (True, False))
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_two_forwards_before_a_backward(two: Ranks, name: str, one_backward: bool) -> None:
+    assert max(two.run(_two_forwards, name, one_backward)) <= BOUND
+
+
+class Looped(Model):
+    """Case 13: every block is called twice, in another order the second time."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, *reversed(self.layers)]:
+            x = layer(x)
+        return self.head(x)
+
+
+class Checkpointed(Model):
+    """Case 14: activation checkpointing of each block."""
+
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class TiedCheckpointed(Checkpointed):
+    """The same matrix in two checkpointed blocks: its gradient arrives twice in one backward."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.layers[1].up.weight = self.layers[0].up.weight
+
+
+class TiedReentrant(TiedCheckpointed):
+    reentrant = True
+
+
+class Compiled(Model):
+    """`torch.compile` of individual blocks before sharding, by both spellings."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.layers[0].compile(backend="aot_eager")
+        self.layers[1] = torch.compile(self.layers[1], backend="aot_eager")
+
+
+KINDS: dict[str, type[Model]] = {
+    c.__name__: c
+    for c in (Looped, Checkpointed, Reentrant, TiedCheckpointed, TiedReentrant, Compiled)
+}
+
+
+def _train_kind(kind: str, name: str, mesh: Any, settings: dict[str, Any]) -> tuple[float, dict]:
+    """A model class under a Plan against the same class in one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    odd = {"odd": True, "width": 7, "inner": 13}
+    torch.manual_seed(0)
+    alone = KINDS[kind](**odd)
+    torch.manual_seed(0)
+    model = sw.shard(KINDS[kind](**odd), sw.Plan.of(name, mesh=mesh, **settings))
+    pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (alone, model)]
+    for step in range(4):
+        batches = [token_batch(step, i) for i in range(world)]
+        total = sum(b.numel() for b in batches)
+        for tokens in batches:
+            (loss_sum(alone(tokens), tokens) / total).backward()
+        with sw.record() as log:
+            (loss_sum(model(batches[rank]), batches[rank]) / total).backward()
+        for _, opt in pairs:
+            opt.step()
+            opt.zero_grad()
+    return difference(sw.full_state_dict(model), dict(alone.state_dict())), log.counts()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_unusual_forwards(two: Ranks, kind: str, name: str) -> None:
+    for error, _ in two.run(_train_kind, kind, name, 2, {}):
+        assert error <= BOUND
+
+
+@pytest.mark.parametrize("kind", ("Checkpointed", "Reentrant"))
+def test_checkpointing_gathers_no_more_than_needed(two: Ranks, kind: str) -> None:
+    """Case 14: once for forward and once for backward, whether or not the block is recomputed."""
+    settings = {"gather": "packed", "units": [Block]}
+    for _, counts in two.run(_train_kind, kind, "zero3", 2, settings):
+        # OddBlock has float and integer parameters: two units per block, and a root.
+        assert counts["all_gather"] == 2 * 2 * 3 + 1
+
+
+def _half(dtype: str, name: str) -> list[float]:
+    """Losses of a small run in 16 bits; fp32 masters must stay fp32."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plan = sw.Plan.of(name, mesh=world, compute_dtype=dtype, output_dtype="float32")
+    model = sw.shard(build("even"), plan)
+    opt = sw.local(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(20):
+        tokens = token_batch(0, rank)
+        logits = model(tokens)
+        assert logits.dtype == torch.float32
+        loss = loss_sum(logits, tokens) / (tokens.numel() * world)
+        loss.backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_sixteen_bits_learn_with_full_masters(two: Ranks, dtype: str, name: str) -> None:
+    for losses in two.run(_half, dtype, name):
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def _no_grad_forward(name: str) -> tuple[float, bool]:
+    world = dist.get_world_size()
+    alone, model = build("odd"), sw.shard(build("odd"), sw.Plan.of(name, mesh=world))
+    tokens = token_batch(0, 0)
+    names = [n for n, _ in alone.named_parameters()]
+    with torch.no_grad():
+        error = (alone(tokens) - model(tokens)).abs().max().item()
+        error = max(error, (alone(tokens) - model(tokens)).abs().max().item())
+    visible = dict(model.named_parameters())
+    sharded = [isinstance(p, DTensor) for p in visible.values()]
+    return error, list(visible) == names and set(sharded) == {name != "ddp"}
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_evaluation_leaves_the_model_as_it_was(two: Ranks, name: str) -> None:
+    for error, same in two.run(_no_grad_forward, name):
+        assert error < 1e-6
+        assert same
+
+
+def _thaw(name: str) -> float:
+    """Freeze a matrix after two steps and thaw another; equals one process doing the same."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = build("even"), sw.shard(build("even"), sw.Plan.of(name, mesh=world))
+    for m in (alone, model):
+        m.layers[0].up.weight.requires_grad_(False)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (alone, model)]
+    for step in range(6):
+        if step == 3:
+            for m in (alone, model):
+                m.layers[0].up.weight.requires_grad_(True)
+                m.layers[2].down.weight.requires_grad_(False)
+        batches = [token_batch(step, i) for i in range(world)]
+        total = sum(b.numel() for b in batches)
+        for tokens in batches:
+            (loss_sum(alone(tokens), tokens) / total).backward()
+        (loss_sum(model(batches[rank]), batches[rank]) / total).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return difference(sw.full_state_dict(model), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
+def test_freezing_and_thawing_between_steps(two: Ranks, name: str) -> None:
+    assert max(two.run(_thaw, name)) <= BOUND

@@ -1,0 +1,96 @@
+"""What `test_launch.py` runs on the ranks; importable by name from another process."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from shardwise.errors import UserError
+
+RANK = int(os.environ.get("RANK", "-1"))
+
+
+def write_environment(folder):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    text = " ".join(os.environ[name] for name in names)
+    (Path(folder) / f"rank{RANK}").write_text(text)
+
+
+def announce(folder):
+    (Path(folder) / f"pid{RANK}").write_text(str(os.getpid()))
+    while len(list(Path(folder).glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+
+def hang(folder):
+    announce(folder)
+    time.sleep(600)
+
+
+def hang_deaf(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hang(folder)
+
+
+def fail_last(folder):
+    """The last rank raises; the others, waiting for it, see their connection break."""
+    connect(folder, deep_fault)
+
+
+def deep_fault():
+    raise ZeroDivisionError("the fault that began it")
+
+
+def exit_last(folder):
+    connect(folder, lambda: sys.exit(7))
+
+
+def kill_last(folder):
+    connect(folder, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def connect(folder, last_does):
+    """Rank 1 connects to rank 0 and does something; rank 0 raises as soon as it is left alone."""
+    announce(folder)
+    path = str(Path(folder) / "socket")
+    if RANK == 0:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+            server.listen()
+            peer, _ = server.accept()
+            if peer.recv(1) == b"":
+                raise ConnectionResetError("connection closed by peer")
+    with socket.socket(socket.AF_UNIX) as client:
+        while client.connect_ex(path):
+            time.sleep(0.01)
+        last_does()
+
+
+def fail_while_others_hang(folder, deaf):
+    announce(folder)
+    if RANK == 1:
+        (Path(folder) / "fault").write_text(str(time.monotonic()))
+        deep_fault()
+    if deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def fail_in_gloo(folder):
+    """Rank 1 raises while rank 0 waits for it in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(4))
+    announce(folder)
+    if RANK == 1:
+        deep_fault()
+    dist.all_reduce(torch.ones(4))
+
+
+def user_error(folder):
+    announce(folder)
+    raise UserError("the file is missing: give another")

@@ -1,0 +1,109 @@
+"""`shardwise train` from end to end, on real local ranks."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.reporting.run import read_run
+from shardwise.trainer.config import OptimConfig, TrainConfig
+from shardwise.trainer.loop import lr_at
+
+SMALL = ["model.layers=2", "model.d_model=64", "model.heads=2", "data.batch=4", "data.seq=64"]
+
+
+def run_train(out, *arguments, settings=()):
+    command = [sys.executable, "-m", "shardwise.cli", "train", "--out", str(out), *arguments]
+    for text in (*SMALL, *settings):
+        command += ["--set", text]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("train") / "run"
+    shown = run_train(
+        out,
+        *("--plan", "zero3", "--nproc", "2", "--steps", "12"),
+        settings=["run.micro_batches=2", "optim.warmup=3"],
+    )
+    assert shown.returncode == 0, shown.stderr
+    return out, shown.stdout
+
+
+def test_the_loss_falls(finished):
+    loss = read_run(finished[0]).column("loss")
+    assert loss[0] > 5
+    assert loss[-1] < loss[0] - 1.5
+
+
+def test_every_step_has_its_metrics(finished):
+    rows = read_run(finished[0]).metrics
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["tokens"] for row in rows] == [step * 2 * 2 * 4 * 64 for step in range(1, 13)]
+    for row in rows:
+        assert row["grad_norm"] > 0
+        assert row["step_s"] > 0
+        assert row["memory_bytes"] > 2**20
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 4 * 64 / row["step_s"])
+        assert 0 <= row["exposed_share"] <= 1
+    assert rows[2]["lr"] == pytest.approx(3e-3)
+    assert rows[-1]["lr"] == pytest.approx(3e-4)
+
+
+def test_the_files_describe_the_run(finished):
+    out, shown = finished
+    config = TrainConfig.from_toml((out / "config.toml").read_text())
+    assert (config.run.steps, config.model.layers, config.plan.strategy) == (12, 2, "zero3")
+    assert json.loads((out / "plan.json").read_text())["name"] == "zero3"
+    facts = json.loads((out / "run.json").read_text())
+    assert (facts["world"], facts["device"], facts["backend"]) == (2, "cpu", "gloo")
+    assert facts["plan_explanation"]
+    assert "step 12/12  loss " in shown
+    assert "\x1b" not in shown
+
+
+def test_the_report_reads_the_run(finished, capsys):
+    assert main(["report", str(finished[0])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("report.html")
+    assert len(lines) == 4
+    assert (finished[0] / "report.html").stat().st_size > 10_000
+
+
+def test_the_written_plan_and_configuration_run_again_to_the_same_losses(finished, tmp_path):
+    again = tmp_path / "again"
+    settings = ["run.micro_batches=2", "optim.warmup=3"]
+    plan = str(finished[0] / "plan.json")
+    shown = run_train(again, "--plan", plan, "--nproc", "2", "--steps", "12", settings=settings)
+    assert shown.returncode == 0, shown.stderr
+    assert read_run(again).column("loss") == pytest.approx(read_run(finished[0]).column("loss"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (["--plan", "zero4"], [], "shardwise: plan zero4: "),
+        (["--plan", "zero3"], ["plan.bucket_byte=1"], "shardwise: plan zero3: "),
+        (["--plan", "hsdp"], ["plan.mesh=2x2"], "is for 4 ranks, but 1 are running"),
+        (["--data", "absent.txt"], [], "shardwise: data file absent.txt does not exist"),
+    ],
+)
+def test_what_a_rank_finds_wrong_is_one_message(tmp_path, arguments, settings, message):
+    shown = run_train(tmp_path / "run", *arguments, settings=settings)
+    assert shown.returncode == 2
+    assert message in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_warm_up_is_linear_and_the_cosine_ends_at_its_share():
+    optim = OptimConfig(lr=1.0, warmup=4, min_lr_ratio=0.1)
+    rates = [lr_at(step, 24, optim) for step in range(1, 25)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[13] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1)
+    assert lr_at(1, 1, OptimConfig(lr=1.0, warmup=0)) == pytest.approx(0.1)
