@@ -75,7 +75,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "shardwise"])
+        context.set_forkserver_preload(["torch.distributed.tensor", "shardwise.runtime.engine"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

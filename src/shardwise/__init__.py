@@ -1,13 +1,33 @@
-"""shardwise: sharded data-parallel training with one small engine, planned before it runs."""
+"""shardwise: sharded data-parallel training with one small engine, planned before it runs.
 
-from shardwise.comms.recording import record
-from shardwise.planning.plan import Plan
-from shardwise.runtime.api import exposed_seconds, shard
-from shardwise.runtime.clip import clip_grad_norm
-from shardwise.runtime.local import local
-from shardwise.runtime.microbatches import microbatches
-from shardwise.runtime.sharded_optimizer import ShardedOptimizer
-from shardwise.runtime.state import broadcast, full_state_dict
+The public names are imported when first used, so that the command line answers without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.comms.recording import record
+    from shardwise.planning.plan import Plan
+    from shardwise.runtime.api import exposed_seconds, shard
+    from shardwise.runtime.clip import clip_grad_norm
+    from shardwise.runtime.local import local
+    from shardwise.runtime.microbatches import microbatches
+    from shardwise.runtime.sharded_optimizer import ShardedOptimizer
+    from shardwise.runtime.state import broadcast, full_state_dict
+
+_HOMES = {
+    "Plan": "planning.plan",
+    "ShardedOptimizer": "runtime.sharded_optimizer",
+    "broadcast": "runtime.state",
+    "clip_grad_norm": "runtime.clip",
+    "exposed_seconds": "runtime.api",
+    "full_state_dict": "runtime.state",
+    "local": "runtime.local",
+    "microbatches": "runtime.microbatches",
+    "record": "comms.recording",
+    "shard": "runtime.api",
+}
 
 __all__ = [
     "Plan",
@@ -22,3 +42,11 @@ __all__ = [
     "shard",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"shardwise.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -16,6 +16,7 @@ from shardwise.errors import UserError
 COMMANDS = (
     "shardwise.trainer.train_cli",
     "shardwise.reporting.report_cli",
+    "shardwise.measurement.bench_cli",
 )
 
 

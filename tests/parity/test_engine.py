@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from tests.parity.models import Block, Model, build, loss_sum, token_batch
+from tests.parity.models import Block, Model, OddBlock, build, loss_sum, token_batch
 from tests.parity.oracle import difference, train_alone
 from tests.parity.training import compare, compare_many
 from tests.ranks import Ranks
@@ -182,6 +182,17 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class InnerBlock(OddBlock):
+    """Checkpoints inside its own forward: recomputation never calls the unit's module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class InnerCheckpointed(Model):
+    block = InnerBlock
+
+
 class TiedCheckpointed(Checkpointed):
     """The same matrix in two checkpointed blocks: its gradient arrives twice in one backward."""
 
@@ -205,7 +216,15 @@ class Compiled(Model):
 
 KINDS: dict[str, type[Model]] = {
     c.__name__: c
-    for c in (Looped, Checkpointed, Reentrant, TiedCheckpointed, TiedReentrant, Compiled)
+    for c in (
+        Looped,
+        Checkpointed,
+        Reentrant,
+        InnerCheckpointed,
+        TiedCheckpointed,
+        TiedReentrant,
+        Compiled,
+    )
 }
 
 

@@ -31,6 +31,7 @@ def fabricate(folder, exposed=0.25, steps=10):
         "world": 2,
         "device": "cpu",
         "commit": None,
+        "parameters": 918656,
         "unigram_entropy": 2.75,
         "plan_explanation": "kept: 12 MB <per rank>",
     }
@@ -91,6 +92,8 @@ def test_the_page_holds_the_numbers_the_plan_and_the_configuration(tmp_path):
     assert summarize(run) in page.visible
     assert "kept: 12 MB <per rank>" in page.visible
     assert 'out = "</pre><script>x</script>"' in page.visible
+    assert "parameters918,656" in page.visible
+    assert "commit" not in page.visible
     assert "prefers-color-scheme: dark" in page.data["style"]
 
 

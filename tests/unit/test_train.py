@@ -84,6 +84,20 @@ def test_the_written_plan_and_configuration_run_again_to_the_same_losses(finishe
     assert read_run(again).column("loss") == pytest.approx(read_run(finished[0]).column("loss"))
 
 
+def test_bfloat16_with_recomputation_follows_the_same_losses(finished, tmp_path):
+    shown = run_train(
+        tmp_path / "run",
+        *("--plan", "zero3", "--nproc", "2", "--steps", "12"),
+        settings=[
+            *("run.micro_batches=2", "optim.warmup=3"),
+            *("plan.compute_dtype=bfloat16", "model.checkpoint=nonreentrant"),
+        ],
+    )
+    assert shown.returncode == 0, shown.stderr
+    expected = pytest.approx(read_run(finished[0]).column("loss"), rel=0.02)
+    assert read_run(tmp_path / "run").column("loss") == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [

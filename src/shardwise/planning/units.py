@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from shardwise.planning.buckets import group_by_bytes
 
 MIB = 2**20
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # A model without repeated blocks is cut into runs of about this size.
 DEFAULT_RUN_BYTES = 32 * MIB
 
@@ -207,21 +209,26 @@ def _find_runs(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> list[Run
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost children of containers that share a class, have submodules and hold parameters."""
+    """Outermost children of containers that share a class, have submodules and hold parameters.
+
+    A container inside a container (a stage of blocks) counts as a block only if it holds none.
+    """
+    kinds = Counter(
+        type(child) for child in module.children() if any(True for _ in child.parameters())
+    )
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        siblings = [
-            other
-            for other in module.children()
-            if type(other) is type(child) and any(True for _ in other.parameters())
-        ]
-        container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        composite = any(True for _ in child.children())
-        nested = isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        if container and composite and not nested and child in siblings and len(siblings) > 1:
-            yield path, child
+        composite = any(True for _ in child.children()) and kinds[type(child)] > 1
+        block = isinstance(module, CONTAINERS) and composite
+        inner = (
+            []
+            if block and not isinstance(child, CONTAINERS)
+            else list(_repeated_blocks(child, f"{path}."))
+        )
+        if inner or not block:
+            yield from inner
         else:
-            yield from _repeated_blocks(child, f"{path}.")
+            yield path, child
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:

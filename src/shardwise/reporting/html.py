@@ -13,7 +13,7 @@ from shardwise.reporting.text import summarize
 # metric, title, d3 format of the axis, factor from the metric to the axis
 _CURVES = (
     ("loss", "Loss, nats per token", ".2f", 1.0),
-    ("tokens_per_s", "Throughput, tokens/s", ",.3s", 1.0),
+    ("tokens_per_s", "Throughput, tokens/s", ",.3~s", 1.0),
     ("memory_bytes", "Memory of rank 0, MiB", ",.0f", 1 / 2**20),
     ("exposed_share", "Communication exposed, share of the step", ".0%", 1.0),
 )
@@ -35,7 +35,7 @@ def render_html(run: Run) -> str:
         plan=escape(run.facts.get("plan_explanation") or "This run recorded no explanation."),
         config=escape(run.config),
         facts="".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
+            f"<tr><th>{escape(name)}</th><td>{escape(_shown(value))}</td></tr>"
             for name, value in run.facts.items()
             if name != "plan_explanation" and value is not None
         ),
@@ -43,6 +43,15 @@ def render_html(run: Run) -> str:
         curves=json.dumps(_curves(run)).replace("</", "<\\/"),
         plotly=_plotly_source(),
     )
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4g}"
+    return str(value)
 
 
 def _curves(run: Run) -> list[dict[str, Any]]:

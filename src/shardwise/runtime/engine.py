@@ -118,13 +118,12 @@ class Engine:
             for other in ahead:
                 other.gather()
             unit.wait()
-        unit.show()
+            unit.show()
 
     def after_forward(self, unit: Unit) -> None:
         """Hide the unit, and free it unless the Plan keeps it."""
         if versions.inside_backward():
-            unit.hide()
-            return
+            return  # recomputation: the backward that asked for it still needs the unit
         keep = self.plan.keep_after_forward
         if not self.frees_in_pass or keep is True:
             unit.hide()
@@ -145,12 +144,14 @@ class Engine:
         versions.call_after_backward(self.end_backward)
 
     def before_backward(self, unit: Unit) -> None:
-        """Gather the unit and those the order expects next."""
+        """Gather the unit and those the order expects next; show it."""
         ahead = self.backward_order.visit(unit)
         unit.gather()
         for other in ahead:
             other.gather()
         unit.wait()
+        # Checkpointing inside a unit's own forward recomputes with what hangs in the modules now.
+        unit.show()
 
     def gradient_arrived(self, unit: Unit) -> None:
         """All gradients of the unit, or those of all its inputs, are complete: when both are, its
@@ -384,9 +385,8 @@ class Node:
     def _before_backward(self) -> None:
         engine = self.engine
         engine.open_backward()
-        if engine.frees_after_step:
-            for unit in self.units:
-                engine.before_backward(unit)
+        for unit in self.units:
+            engine.before_backward(unit)
 
 
 class Watch:

@@ -101,9 +101,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for g, segments in enumerate(self.segments):
-            if self._split_absent(segments):
-                self.inner.param_groups[g]["params"] = [segment.flat for segment in segments]
+        self._split(lambda parameter: parameter.grad is None)
+        for segments in self.segments:
             for segment in segments:
                 segment.flat.grad = None if segment.visible[0].grad is None else segment.gradient
         self.inner.step()
@@ -120,29 +119,33 @@ class LocalOptimizer(torch.optim.Optimizer):
                     elif parameter.grad is not None:
                         parameter.grad.zero_()
 
-    def _split_absent(self, segments: list[Segment]) -> bool:
-        """A parameter without a gradient must not be stepped with its neighbours: it gets a segment
-        of its own.
+    def _split(self, lacks: Callable[[nn.Parameter], bool]) -> None:
+        """Parameters that lack what their neighbours have (a gradient, a state) must not be stepped
+        with them: each gets a segment of its own, with its part of the state.
         """
-        count, i = len(segments), 0
-        while i < len(segments):
-            segment = segments[i]
-            absent = [parameter.grad is None for parameter in segment.visible]
-            if any(absent) and not all(absent):
-                parts = segment.split(absent.index(True))
-                state = self.state.pop(segment.flat, None)
-                for part in parts:
-                    if state is not None:
-                        at = part.start - segment.start
-                        self.state[part.flat] = {
-                            key: value[at : at + part.flat.numel()].clone()
-                            if _is_flat(value, segment.flat)
-                            else _copy(value)
-                            for key, value in state.items()
-                        }
-                segments[i : i + 1] = parts
-            i += 1
-        return len(segments) != count
+        for group, segments in zip(self.inner.param_groups, self.segments, strict=True):
+            i = 0
+            while i < len(segments):
+                lacking = [lacks(parameter) for parameter in segments[i].visible]
+                if any(lacking) and not all(lacking):
+                    segments[i : i + 1] = self._cut(segments[i], lacking.index(True))
+                    group["params"] = [segment.flat for segment in segments]
+                i += 1
+
+    def _cut(self, segment: Segment, at: int) -> list[Segment]:
+        """The segment's parameter number `at`, what lies before and after it, and their state."""
+        parts = segment.split(at)
+        state = self.state.pop(segment.flat, None)
+        for part in parts:
+            if state is not None:
+                start = part.start - segment.start
+                self.state[part.flat] = {
+                    key: value[start : start + part.flat.numel()].clone()
+                    if _is_flat(value, segment.flat)
+                    else _copy(value)
+                    for key, value in state.items()
+                }
+        return parts
 
     def state_dict(self) -> dict[str, Any]:
         """What the plain optimizer would give: state by parameter, sharded parameters' state as
@@ -179,6 +182,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             )
         for group, saved in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        self._split(lambda parameter: self._indices[id(parameter)] not in state_dict["state"])
         for segments in self.segments:
             for segment in segments:
                 for i, parameter in enumerate(segment.visible):
@@ -190,7 +194,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         state = self.state[segment.flat]
         shape = segment.visible[i].shape
         for key, value in saved.items():
-            if isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0:
+            # torch's optimizers count steps in a 0-d tensor, like a 0-d parameter's own state.
+            if isinstance(value, torch.Tensor) and value.shape == shape and key != "step":
                 if key not in state:
                     state[key] = torch.zeros_like(segment.flat, dtype=value.dtype)
                 target = segment.rows_of(i, state[key])

@@ -1,0 +1,194 @@
+"""The seeds' arithmetic, counted on real ranks: calls and bytes of each collective of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.comms.recording import Record
+from shardwise.planning.memory import count_sent
+from tests.ranks import Ranks
+
+WIDTH, INNER = 8, 32
+
+
+class FeedForward(nn.Module):
+    """Seed 000's block; every dimension divides by 4, so that nothing is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, INNER, bias=False)
+        self.up = nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FeedForward() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+PARAMETERS = 4 * 3 * WIDTH * INNER
+
+
+def _step(name: str, mesh: Any, settings: dict[str, Any], micro_batches: int) -> tuple[Record, Any]:
+    """The second step's record (the first one also finds the order), and what the Plan foretold."""
+    torch.manual_seed(0)
+    model = sw.shard(Stack(), sw.Plan.of(name, mesh=mesh, **settings))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with sw.record() as log:
+            for x in sw.microbatches(model, [torch.ones(2, WIDTH)] * micro_batches):
+                model(x).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    return log, count_sent(sw.Plan.of(name, mesh=mesh, **settings).resolve(Stack()), micro_batches)
+
+
+def _counts(sync: str) -> dict[str, int]:
+    settings = {"sync": sync, "gather": "packed"}
+    return _step("hsdp", (2, 2), settings, 4)[0].counts()
+
+
+@pytest.mark.parametrize(
+    ("sync", "all_reduces", "reduce_scatters"),
+    [("each", 16, 16), ("scatter_each_reduce_last", 4, 16), ("last", 4, 4)],
+)
+def test_delaying_saves_all_reduces(
+    four: Ranks, sync: str, all_reduces: int, reduce_scatters: int
+) -> None:
+    """4 blocks, 4 micro-batches, mesh 2 x 2."""
+    for counts in four.run(_counts, sync):
+        assert counts["all_reduce"] == all_reduces
+        assert counts["reduce_scatter"] == reduce_scatters
+        assert counts["all_gather"] == 2 * 4 * 4
+
+
+def _sent(name: str, settings: dict[str, Any], micro_batches: int) -> tuple[float, float]:
+    world = dist.get_world_size()
+    mesh = (2, world // 2) if name == "hsdp" else world
+    log, foretold = _step(name, mesh, settings, micro_batches)
+    by_name = {c: log.sent(c) for c in ("all_gather", "reduce_scatter", "all_reduce")}
+    for collective, count in by_name.items():
+        assert count == getattr(foretold, collective), (collective, count, foretold)
+    return log.sent(), foretold.total
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_bytes_per_step_relative_to_ddp(world: int, request: pytest.FixtureRequest) -> None:
+    """Seed 003: 1 for NO_SHARD, 1 for SHARD_GRAD_OP, 1.5 for FULL_SHARD."""
+    ranks: Ranks = request.getfixturevalue("two" if world == 2 else "four")
+    ddp = ranks.run(_sent, "ddp", {}, 1)[0][0]
+    assert ddp == 2 * PARAMETERS * 4 * (world - 1) / world
+    for name, ratio in (("zero1", 1.0), ("zero2", 1.0), ("zero3", 1.5)):
+        for sent, _ in ranks.run(_sent, name, {}, 1):
+            assert sent / ddp == ratio, name
+
+
+@pytest.mark.parametrize("micro_batches", (1, 3))
+@pytest.mark.parametrize("sync", ("each", "scatter_each_reduce_last", "last"))
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3", "hsdp"))
+def test_the_plan_foretells_every_byte(
+    four: Ranks, name: str, sync: str, micro_batches: int
+) -> None:
+    """`_sent` compares each collective's bytes with the Plan's formula, exactly."""
+    for sent, foretold in four.run(_sent, name, {"sync": sync}, micro_batches):
+        assert sent == foretold > 0
+
+
+def _kept_group_sent() -> bool:
+    log, foretold = _step("zero3", 4, {"keep_after_forward": 2, "gather": "packed"}, 1)
+    axes = {(c.axis, c.ranks) for c in log.calls if c.name == "all_gather"}
+    return log.sent() == foretold.total and axes == {("shard", 4), ("keep", 2)}
+
+
+def test_a_smaller_group_gathers_for_backward(four: Ranks) -> None:
+    assert all(four.run(_kept_group_sent))
+
+
+def _sixteen_bits() -> tuple[dict[str, float], Any]:
+    settings = {"compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    log, foretold = _step("zero3", 2, settings, 1)
+    return {c: log.sent(c) for c in ("all_gather", "reduce_scatter")}, foretold
+
+
+def test_gathers_are_sixteen_bit_and_reduces_are_not(two: Ranks) -> None:
+    for sent, foretold in two.run(_sixteen_bits):
+        assert sent["all_gather"] == 2 * PARAMETERS * 2 / 2 == foretold.all_gather
+        assert sent["reduce_scatter"] == PARAMETERS * 4 / 2 == foretold.reduce_scatter
+
+
+def _forbidden_average() -> list[str]:
+    """Case 23: every reduction asked of torch.distributed is a SUM."""
+    asked: list[str] = []
+    originals = {
+        n: getattr(dist, n) for n in ("all_reduce", "reduce_scatter_single") if hasattr(dist, n)
+    }
+
+    def watch(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            op = kwargs.get("op", dist.ReduceOp.SUM)
+            asked.append(str(op))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, watch(name))
+    try:
+        for plan in (("ddp", 2), ("zero3", 2)):
+            _step(*plan, {}, 1)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return asked
+
+
+def test_only_sums_on_the_wire(two: Ranks) -> None:
+    for asked in two.run(_forbidden_average):
+        assert asked
+        assert all("SUM" in op.upper() for op in asked), asked
+
+
+def _peak_full() -> tuple[int, int]:
+    """The most full-parameter bytes seen at any block's forward or backward, and the formula's."""
+    from shardwise.planning.memory import count_kept
+    from shardwise.runtime.api import engine_of
+
+    torch.manual_seed(0)
+    plan = sw.Plan.of("zero3", mesh=2, gather="packed")
+    model = sw.shard(Stack(6), plan)
+    engine = engine_of(model)
+    seen = 0
+
+    def look(*_: Any) -> None:
+        nonlocal seen
+        held = [u.parameters.buffer for u in engine.units]
+        seen = max(seen, sum(b.flat.numel() * 4 for b in held if b.allocated))
+
+    for layer in model.layers:
+        layer.down.register_forward_hook(look)
+        layer.down.register_full_backward_hook(look)
+    for _ in range(2):
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+    unit = 3 * WIDTH * INNER * 4
+    assert count_kept(engine.plan).full == 2 * unit + unit  # two gathered, one staging
+    return seen, 2 * unit
+
+
+def test_no_more_than_two_units_are_whole_at_once(two: Ranks) -> None:
+    for seen, expected in two.run(_peak_full):
+        assert seen == expected

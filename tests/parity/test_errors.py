@@ -1,0 +1,186 @@
+"""Bad input and misuse: a clear error on every rank, and never a wait. Numbers are those of the
+cases.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from tests.parity.models import build, loss_sum, token_batch
+from tests.ranks import RankError, Ranks
+
+
+def _raises(ranks: Ranks, function: Any, *args: Any, match: str) -> list[str]:
+    """Every rank must raise an error that matches, within seconds."""
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.run(function, *args, timeout=20)
+    assert time.monotonic() - began < 15
+    errors = [text or "" for text in caught.value.errors]
+    for rank, text in enumerate(errors):
+        assert re.search(match, text), f"rank {rank} said: {text[-600:]}"
+    return errors
+
+
+def _shard(name: str, mesh: Any, **settings: Any) -> nn.Module:
+    return sw.shard(build("even"), sw.Plan.of(name, mesh=mesh, **settings))
+
+
+@pytest.mark.parametrize("mesh", (4, (2, 2), 3))
+def test_a_mesh_that_does_not_match_the_world(two: Ranks, mesh: Any) -> None:
+    """Case 35."""
+    name = "hsdp" if isinstance(mesh, tuple) else "zero3"
+    _raises(two, _shard, name, mesh, match=r"mesh .* ranks, but 2 are running .*product is 2")
+
+
+def _uneven_in_a_group(name: str, sync: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = (2, world // 2) if name == "hsdp" else world
+    model = _shard(name, mesh, sync=sync)
+    for tokens in sw.microbatches(model, [token_batch(0, i) for i in range(1 + rank % 2)]):
+        loss_sum(model(tokens), tokens).backward()
+
+
+def test_a_shard_group_that_disagrees(two: Ranks, four: Ranks) -> None:
+    told = "different numbers of micro-batches .*rank 0: 1, rank 1: 2"
+    _raises(two, _uneven_in_a_group, "zero3", "last", match=told)
+    _raises(four, _uneven_in_a_group, "hsdp", "scatter_each_reduce_last", match=told)
+
+
+def test_uneven_replicas_need_another_sync(two: Ranks) -> None:
+    _raises(two, _uneven_in_a_group, "ddp", "each", match=r"replicas run \[1, 2\].*scatter_each")
+
+
+def _leave_early(then: str) -> None:
+    model = _shard("zero3", 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i, tokens in enumerate(sw.microbatches(model, [token_batch(0, i) for i in range(4)])):
+        if i == 2:
+            break
+        loss_sum(model(tokens), tokens).backward()
+    if then == "step":
+        opt.step()
+    elif then == "clip":
+        sw.clip_grad_norm(model, 1.0)
+    else:
+        model(token_batch(0, 0))
+
+
+@pytest.mark.parametrize("then", ("step", "clip", "forward"))
+def test_a_loop_left_early(two: Ranks, then: str) -> None:
+    """Case 34."""
+    _raises(two, _leave_early, then, match="2 of 4 micro-batches ran; gradients are not reduced")
+
+
+def _optimizer_first(name: str) -> None:
+    model = build("even")
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sw.shard(model, sw.Plan.of(name, mesh=2))
+    loss_sum(model(token_batch(0, 0)), token_batch(0, 0)).backward()
+    before = sw.full_state_dict(model)["head.weight"]
+    opt.step()
+    changed = not torch.equal(sw.full_state_dict(model)["head.weight"], before)
+    assert changed, "trained nothing in silence"
+
+
+@pytest.mark.parametrize("name", ("zero1", "zero2", "zero3"))
+def test_an_optimizer_built_before_sharding(two: Ranks, name: str) -> None:
+    """Case 19."""
+    told = "AdamW was built before sw.shard and holds the old parameter 'embed.weight'"
+    _raises(two, _optimizer_first, name, match=told)
+
+
+def test_ddp_keeps_an_earlier_optimizer(two: Ranks) -> None:
+    """Replicated parameters stay the same objects, so an earlier optimizer still trains them."""
+    two.run(_optimizer_first, "ddp")
+
+
+def _wrong_device() -> None:
+    """Case 24: a group that moves CUDA tensors only, a model on the CPU."""
+    from unittest import mock
+
+    with mock.patch("shardwise.sharding.mesh.supported_devices", return_value={"cuda"}):
+        _shard("zero3", 2)
+
+
+def test_a_backend_that_cannot_move_the_model(two: Ranks) -> None:
+    """Case 24."""
+    _raises(two, _wrong_device, match=r"the model is on cpu, but .* moves \['cuda'\] tensors only")
+
+
+def _twice() -> None:
+    model = _shard("zero3", 2)
+    sw.shard(model, sw.Plan.of("zero3", mesh=2))
+
+
+def test_sharding_twice(two: Ranks) -> None:
+    _raises(two, _twice, match="is sharded already")
+
+
+def test_no_process_group() -> None:
+    with pytest.raises((RuntimeError, ValueError), match=r"mesh \(1, 2\)"):
+        _shard("zero3", 2)
+
+
+def _foreign_gradient() -> None:
+    model = _shard("zero3", 2)
+    loss_sum(model(token_batch(0, 0)), token_batch(0, 0)).backward()
+    weight = model.head.weight
+    weight.grad = weight.grad * 2
+    sw.clip_grad_norm(model, 1.0)
+
+
+def test_clipping_a_replaced_gradient(two: Ranks) -> None:
+    _raises(two, _foreign_gradient, match="gradient of 'head.weight' was replaced")
+
+
+def _meta() -> None:
+    with torch.device("meta"):
+        model = build("even")
+    sw.shard(model, sw.Plan.of("zero3", mesh=2))
+
+
+def test_parameters_without_memory(two: Ranks) -> None:
+    _raises(two, _meta, match="'embed.weight' is on the meta device")
+
+
+def _other_model() -> None:
+    plan = sw.Plan.of("zero3", mesh=2).resolve(build("odd"))
+    sw.shard(build("even"), plan)
+
+
+def test_a_plan_made_for_another_model(two: Ranks) -> None:
+    _raises(two, _other_model, match="the Plan was made for another model")
+
+
+def _not_elementwise() -> None:
+    model = _shard("zero3", 2)
+
+    class Norms(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+    sw.local(Norms(model.parameters()))
+
+
+def test_local_needs_an_elementwise_optimizer(two: Ranks) -> None:
+    _raises(two, _not_elementwise, match="treat every element alike .* got Norms")
+
+
+def _not_finite() -> None:
+    model = _shard("zero3", 2)
+    tokens = token_batch(0, 0)
+    (loss_sum(model(tokens), tokens) * (float("inf") if dist.get_rank() else 1.0)).backward()
+    sw.clip_grad_norm(model, 1.0, error_if_nonfinite=True)
+
+
+def test_one_ranks_infinity_is_everybodys_error(two: Ranks) -> None:
+    _raises(two, _not_finite, match="global gradient norm is (nan|inf)")

@@ -1,0 +1,206 @@
+"""Optimizers with a share of the state: ShardedOptimizer around any replicated model, and
+sw.local's state dicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise as sw
+from tests.parity.models import build, loss_sum, token_batch
+from tests.parity.oracle import difference
+from tests.ranks import Ranks
+
+
+class Trust(torch.optim.Optimizer):
+    """Steps by a whole parameter's norm, so that rows cannot be stepped apart (as LAMB or Muon)."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                m = state.setdefault("momentum", torch.zeros_like(p))
+                m.mul_(0.9).add_(p.grad)
+                p.sub_(m * (group["lr"] * p.norm() / (m.norm() + 1e-6)))
+
+
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "sgd": (torch.optim.SGD, {"lr": 0.03, "momentum": 0.9}),
+    "trust": (Trust, {"lr": 0.01}),
+}
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of every state tensor that has an element per parameter element."""
+    tensors = [
+        t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)
+    ]
+    return sum(t.untyped_storage().nbytes() for t in tensors if t.dim() > 0)
+
+
+def _wrap(kind: str, wrapped_by: str) -> tuple[float, int, int]:
+    """Train with and without ShardedOptimizer; the difference, and both state sizes in bytes."""
+    cls, settings = CLASSES[kind]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = build("odd"), build("odd")
+    forward: nn.Module = model
+    if wrapped_by == "DDP":
+        forward = DistributedDataParallel(model, find_unused_parameters=True)
+    groups = lambda m: [  # noqa: E731
+        {"params": [p for p in m.parameters() if p.dim() > 1 and p.requires_grad]},
+        {"params": [p for p in m.parameters() if p.dim() <= 1 and p.requires_grad], "lr": 0.005},
+    ]
+    plain = cls(groups(alone), **settings)
+    ours = sw.ShardedOptimizer(groups(model), cls, **settings)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (plain, ours)]
+    for step in range(5):
+        batches = [token_batch(step, i) for i in range(world)]
+        for tokens in batches:
+            (loss_sum(alone(tokens), tokens) / world).backward()
+        if wrapped_by == "DDP":
+            loss_sum(forward(batches[rank]), batches[rank]).backward()
+        else:
+            for tokens in batches:
+                (loss_sum(model(tokens), tokens) / world).backward()
+        for opt, scheduler in zip((plain, ours), schedulers, strict=True):
+            opt.step()
+            opt.zero_grad()
+            scheduler.step()
+    error = difference(dict(model.state_dict()), dict(alone.state_dict()))
+    whole = ours.full_state_dict()
+    expected = plain.state_dict()
+    assert sorted(whole["state"]) == sorted(expected["state"])
+    for index, state in expected["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(whole["state"][index][key], value, rtol=1e-4, atol=1e-6)
+    again = sw.ShardedOptimizer(groups(model), cls, **settings)
+    again.load_state_dict(whole)
+    assert state_bytes(again) == state_bytes(ours)
+    assert again.param_groups[1]["lr"] == ours.param_groups[1]["lr"]
+    return error, state_bytes(ours), state_bytes(plain)
+
+
+@pytest.mark.parametrize("wrapped_by", ("DDP", "hand"))
+@pytest.mark.parametrize("kind", ("adamw", "sgd"))
+def test_sharded_optimizer_holds_its_share(two: Ranks, kind: str, wrapped_by: str) -> None:
+    results = two.run(_wrap, kind, wrapped_by)
+    for error, ours, whole in results:
+        assert error < 1e-5
+        assert 0.4 * whole < ours < 0.6 * whole  # odd shapes do not halve exactly
+    assert sum(ours for _, ours, _ in results) == results[0][2]
+
+
+def test_sharded_optimizer_takes_any_class(four: Ranks) -> None:
+    """A class that needs whole parameters gets whole ones, and the shares still add up to one
+    state.
+    """
+    results = four.run(_wrap, "trust", "hand")
+    for error, ours, whole in results:
+        assert error < 1e-5
+        assert ours < 0.6 * whole
+    assert sum(ours for _, ours, _ in results) == results[0][2]
+
+
+def _plan_state(name: str) -> tuple[int, int]:
+    """zero1 and zero2 through a Plan: an ordinary optimizer holds its rows only."""
+    world = dist.get_world_size()
+    plain = torch.optim.AdamW(build("even").parameters(), lr=0.1)
+    model = sw.shard(build("even"), sw.Plan.of(name, mesh=world))
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1)
+    tokens = token_batch(0, 0)
+    loss_sum(model(tokens), tokens).backward()
+    ours.step()
+    for group in plain.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    plain.step()
+    held = sum(
+        t.to_local().numel() * t.element_size()
+        for s in ours.state.values()
+        for k, t in s.items()
+        if k != "step"
+    )
+    return held, state_bytes(plain)
+
+
+@pytest.mark.parametrize("name", ("zero1", "zero2", "zero3"))
+def test_a_plan_shards_the_optimizer_state(two: Ranks, name: str) -> None:
+    results = two.run(_plan_state, name)
+    assert sum(held for held, _ in results) == results[0][1]
+    assert max(held for held, _ in results) <= 0.52 * results[0][1]
+
+
+def _exchange_state(name: str, kind: str) -> None:
+    """A run that moves its optimizer state between the plain and the local optimizer goes on as one
+    that does not.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def train(switch: bool) -> dict[str, torch.Tensor]:
+        model = sw.shard(build(kind), sw.Plan.of(name, mesh=world))
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        opt: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        for step in range(6):
+            if switch and step == 2:
+                opt = sw.local(opt)
+            if switch and step == 4:
+                state = opt.state_dict()
+                opt = torch.optim.AdamW(groups, lr=1e-2)
+                opt.load_state_dict(state)
+            tokens = token_batch(step, rank)
+            loss_sum(model(tokens), tokens).backward()
+            opt.step()
+            opt.zero_grad()
+        return sw.full_state_dict(model)
+
+    assert difference(train(True), train(False)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ("even", "odd"))
+@pytest.mark.parametrize("name", ("ddp", "zero3"))
+def test_local_and_plain_state_dicts_are_the_same(two: Ranks, name: str, kind: str) -> None:
+    two.run(_exchange_state, name, kind)
+
+
+def _clip(name: str, max_norm: float) -> None:
+    """Case 26: the norm and the clipped gradients are one process's, and torch's own clipping
+    agrees.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = (2, world // 2) if name == "hsdp" else world
+    alone, model = build("odd"), sw.shard(build("odd"), sw.Plan.of(name, mesh=mesh))
+    for i in range(world):
+        loss_sum(alone(token_batch(0, i)), token_batch(0, i)).backward()
+    loss_sum(model(token_batch(0, rank)), token_batch(0, rank)).backward()
+    theirs = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+    ours = sw.clip_grad_norm(model, max_norm)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    expected = {n: p.grad for n, p in alone.named_parameters()}
+    for key, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert expected[key] is None, key
+            continue
+        grad = parameter.grad.full_tensor() if name != "ddp" else parameter.grad
+        torch.testing.assert_close(grad, expected[key], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("max_norm", (0.5, 1e6))
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3", "hsdp"))
+def test_clipping_equals_one_process(four: Ranks, name: str, max_norm: float) -> None:
+    four.run(_clip, name, max_norm)

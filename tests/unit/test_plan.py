@@ -1,0 +1,227 @@
+"""The Plan: checks itself at birth, round-trips through JSON, finds units, explains its cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import Plan
+from shardwise.planning.memory import count_kept, count_sent, show_bytes
+from shardwise.planning.strategies import NAMES
+from shardwise.planning.units import Cut
+from tests.parity.models import Block, build
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip_through_json(name: str) -> None:
+    plan = Plan.of(
+        name,
+        mesh=(2, 4) if name == "hsdp" else 8,
+        units=[Block],
+        compute_dtype=torch.bfloat16,
+        sync="last",
+        forward_prefetch=2,
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+    resolved = plan.resolve(build("odd"))
+    assert Plan.from_json(resolved.to_json()) == resolved
+    assert resolved.resolve(build("odd")) == resolved
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.sync = "each"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "expected"),
+    [
+        ("ddp", 4, (4, 1)),
+        ("zero3", 4, (1, 4)),
+        ("zero1", "8", (1, 8)),
+        ("hsdp", "2x4", (2, 4)),
+        ("hsdp", (3, 2), (3, 2)),
+    ],
+)
+def test_meshes(name: str, mesh: Any, expected: tuple[int, int]) -> None:
+    assert Plan.of(name, mesh=mesh).mesh == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "told"),
+    [
+        (("zero4",), {}, "Plan.name is 'zero4'.*did you mean 'zero"),
+        (("zero3", 0), {}, r"mesh is .*at least 1"),
+        (("hsdp", 4), {}, r"hsdp needs mesh=\(replicate, shard\), got 4"),
+        (("hsdp", "2xx"), {}, "expected a number or REPLICATExSHARD"),
+        (("ddp", (2, 2)), {}, "ddp shards nothing.*use mesh=4"),
+        (("zero3", (2, 2)), {}, "Plan.of.'hsdp', mesh=.2, 2., inner='zero3'"),
+        (("zero3", 4), {"snyc": "last"}, "no setting 'snyc'; did you mean 'sync'"),
+        (("zero3", 4), {"sync": "lats"}, "Plan.sync is 'lats'.*did you mean 'last'"),
+        (("zero3", 4), {"reduce": "flat"}, "reduce='flat' is a setting of 'ddp'"),
+        (("zero3", 4), {"inner": "zero2"}, "inner='zero2' is a setting of 'hsdp'"),
+        (("hsdp", (2, 2)), {"inner": "ddp"}, "Plan.inner is 'ddp'"),
+        (("zero3", 4), {"reduce_depth": 0}, "reduce_depth is 0, expected a whole number >= 1"),
+        (("zero3", 4), {"forward_prefetch": -1}, "forward_prefetch is -1"),
+        (("zero3", 4), {"bucket_bytes": 0}, "bucket_bytes is 0"),
+        (("zero3", 4), {"keep_after_forward": 3}, "divides the shard axis of 4"),
+        (("zero3", 4), {"keep_after_forward": 4}, "divides the shard axis of 4"),
+        (("zero2", 4), {"keep_after_forward": 2}, "zero2 keeps them anyway"),
+        (("zero3", 4), {"compute_dtype": "bf16"}, "compute_dtype is 'bf16'.*bfloat16"),
+        (("zero3", 4), {"gather": "fast"}, "gather is 'fast'"),
+        (("zero3", 4), {"units": True}, "units: got True"),
+        (("zero3", 4), {"units": -3}, "positive number, got -3"),
+        (("zero3", 4), {"units": []}, "units: got"),
+    ],
+)
+def test_bad_values_are_named(arguments: Any, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Plan.of(*arguments, **settings)
+
+
+def test_unknown_json_keys_are_errors() -> None:
+    text = Plan.of("zero3", mesh=2).to_json().replace('"sync"', '"sink"')
+    with pytest.raises(ValueError, match=r"no .'sink'."):
+        Plan.from_json(text)
+
+
+def names_of(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
+    return {u.name: [p.name for p in u.parameters] for u in plan.resolve(model).require_units()}
+
+
+def test_blocks_are_units_and_the_rest_is_the_roots() -> None:
+    units = names_of(Plan.of("zero3", mesh=2), build("even"))
+    assert list(units) == ["root", "layers.0", "layers.1", "layers.2"]
+    assert units["root"] == ["embed.weight", "head.weight"]
+
+
+def test_mixed_dtypes_split_a_unit() -> None:
+    units = names_of(Plan.of("zero3", mesh=2), build("odd"))
+    assert "layers.0[float32]" in units
+    assert units["layers.0[int64]"] == ["layers.0.steps"]
+
+
+def test_a_tie_across_units_goes_to_their_ancestor() -> None:
+    model = build("even")
+    model.layers[2].up.weight = model.layers[0].up.weight
+    units = names_of(Plan.of("zero3", mesh=2), model)
+    assert "layers.0.up.weight" in units["root"]
+    assert sum(len(names) for names in units.values()) == len(list(model.parameters()))
+
+
+def test_a_model_without_blocks_is_cut_by_bytes() -> None:
+    model = nn.Sequential(*[nn.Linear(100, 100, bias=False) for _ in range(6)])
+    units = names_of(Plan.of("zero3", mesh=2, bucket_bytes=80_000), model)
+    assert list(units) == ["0..1", "2..3", "4..5"]
+
+
+def test_units_by_class_pattern_and_count() -> None:
+    model = build("even")
+    assert list(names_of(Plan.of("zero3", mesh=2, units=nn.Linear), model))[:2] == [
+        "root",
+        "layers.0.up",
+    ]
+    assert list(names_of(Plan.of("zero3", mesh=2, units="layers.*"), model))[1:] == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+    by_count = Plan.of("zero3", mesh=2, units=300).resolve(model).require_units()
+    assert all(sum(p.numel for p in u.parameters) >= 300 for u in by_count[:-1])
+    with pytest.raises(ValueError, match="match no module"):
+        Plan.of("zero3", mesh=2, units="blocks.*").resolve(model)
+
+
+def test_small_blocks_are_merged_up_to_the_message_size() -> None:
+    model = build("even")
+    block = sum(p.numel() * 4 for p in model.layers[0].parameters())
+    merged = names_of(Plan.of("zero3", mesh=2, bucket_bytes=2 * block), model)
+    assert list(merged) == ["root", "layers.0..layers.1", "layers.2"]
+
+
+def test_ddp_reduces_are_groupings() -> None:
+    model = build("even")
+    count = len(list(model.parameters()))
+    of = lambda reduce, **more: names_of(Plan.of("ddp", mesh=2, reduce=reduce, **more), model)  # noqa: E731
+    assert len(of("naive")) == len(of("overlap")) == count
+    assert len(of("flat")) == 1
+    buckets = of("bucketed", bucket_bytes=1000)
+    assert 1 < len(buckets) < count
+    assert [n for names in buckets.values() for n in names] == [
+        n for n, _ in model.named_parameters()
+    ]
+
+
+def test_cut_parses_what_users_write() -> None:
+    assert Cut.parse(None) == Cut.parse("blocks") == Cut()
+    assert Cut.parse({"by": "count", "of": 5}) == Cut("count", 5)
+    assert Cut.parse([Block, nn.Linear]).of == ("Block", "Linear")
+
+
+class Squares(nn.Module):
+    """Round numbers: 4 blocks of two 1024 x 1024 matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        square = lambda: nn.Linear(1024, 1024, bias=False)  # noqa: E731
+        self.blocks = nn.ModuleList(nn.Sequential(square(), nn.ReLU(), square()) for _ in range(4))
+
+
+def test_kept_bytes_by_strategy() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([Squares()])
+    p = 4 * 2 * 1024 * 1024
+    kept = {
+        n: count_kept(Plan.of(n, mesh=8).resolve(model)) for n in ("ddp", "zero1", "zero2", "zero3")
+    }
+    assert kept["ddp"].master == kept["ddp"].gradients == 4 * p
+    assert kept["ddp"].state == 8 * p and kept["ddp"].full == kept["ddp"].slots == 0
+    for name in ("zero1", "zero2", "zero3"):
+        assert kept[name].master == kept[name].gradients == 4 * p // 8
+        assert kept[name].state == 8 * p // 8
+    unit = 4 * 2 * 1024 * 1024
+    assert kept["zero3"].full == 3 * unit  # the unit in use, the next one, and staging
+    assert kept["zero3"].slots == unit
+    assert kept["zero1"].slots == 4 * p
+    assert kept["zero2"].full == 4 * p + kept["zero2"].slots  # all of it, and staging of one unit
+    bf16 = count_kept(Plan.of("zero3", mesh=8, compute_dtype="bfloat16").resolve(model))
+    assert bf16.full == kept["zero3"].full // 2 and bf16.master == kept["zero3"].master
+    last = count_kept(Plan.of("zero3", mesh=8, sync="last").resolve(model))
+    assert last.accumulators == 4 * p
+
+
+def test_sent_bytes_by_strategy() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([Squares()])
+    sent = {
+        n: count_sent(Plan.of(n, mesh=8).resolve(model)).total
+        for n in ("ddp", "zero1", "zero2", "zero3")
+    }
+    assert [sent[n] / sent["ddp"] for n in ("zero1", "zero2", "zero3")] == [1.0, 1.0, 1.5]
+    hybrid = Plan.of("hsdp", mesh=(2, 4)).resolve(model)
+    delayed = dataclasses.replace(hybrid, sync="scatter_each_reduce_last")
+    assert count_sent(hybrid, 4).all_reduce == 4 * count_sent(delayed, 4).all_reduce
+    assert count_sent(hybrid, 4).reduce_scatter == count_sent(delayed, 4).reduce_scatter
+
+
+def test_explain_says_what_the_functions_count() -> None:
+    plan = Plan.of("hsdp", mesh=(2, 4), compute_dtype="bfloat16")
+    assert "no model yet" in plan.explain()
+    resolved = plan.resolve(build("even"))
+    text, kept = resolved.explain(micro_batches=2), count_kept(resolved)
+    for count in (kept.master, kept.gradients, kept.state, kept.full, kept.slots):
+        assert show_bytes(count) in text
+    for count in dataclasses.astuple(count_sent(resolved, 2)):
+        assert show_bytes(count) in text
+    assert "computed in bfloat16" in text
+
+
+def test_bytes_for_people() -> None:
+    assert [show_bytes(n) for n in (0, 1023, 1536, 3 * 2**30, 5 * 2**50)] == [
+        "0 B",
+        "1,023 B",
+        "1.50 KiB",
+        "3.00 GiB",
+        "5,120.00 TiB",
+    ]
