@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @cache
 def train_alone(
-    kind: str, dtype: str, optimizer: str, counts: tuple[int, ...], steps: int = STEPS
+    kind: str, dtype: str, optimizer: str, counts: tuple[int, ...], device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """Parameters after training in one process on everybody's micro-batches; `counts[i]` are rank
     i's.
@@ -29,10 +29,10 @@ def train_alone(
     In bf16 the arithmetic is the engine's: bf16 copies of fp32 masters, gradients of each
     micro-batch taken in bf16 and summed in fp32.
     """
-    model = build(kind)
+    model = build(kind).to(device)
     opt = OPTIMIZERS[optimizer](model.parameters())
-    for step in range(steps):
-        batches = [token_batch(step, i) for i in indices(counts)]
+    for step in range(STEPS):
+        batches = [token_batch(step, i).to(device) for i in indices(counts)]
         total = sum(b.numel() for b in batches)
         opt.zero_grad()
         for tokens in batches:

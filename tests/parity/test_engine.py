@@ -313,13 +313,15 @@ def test_evaluation_leaves_the_model_as_it_was(two: Ranks, name: str) -> None:
         assert same
 
 
-def _thaw(name: str) -> float:
+def _thaw(name: str, local: bool) -> float:
     """Freeze a matrix after two steps and thaw another; equals one process doing the same."""
     rank, world = dist.get_rank(), dist.get_world_size()
     alone, model = build("even"), sw.shard(build("even"), sw.Plan.of(name, mesh=world))
     for m in (alone, model):
         m.layers[0].up.weight.requires_grad_(False)
-    opts = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (alone, model)]
+    opts = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (alone, model)]
+    if local:
+        opts[1] = sw.local(opts[1])
     for step in range(6):
         if step == 3:
             for m in (alone, model):
@@ -336,6 +338,123 @@ def _thaw(name: str) -> float:
     return difference(sw.full_state_dict(model), dict(alone.state_dict()))
 
 
+@pytest.mark.parametrize("local", (False, True))
 @pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
-def test_freezing_and_thawing_between_steps(two: Ranks, name: str) -> None:
-    assert max(two.run(_thaw, name)) <= BOUND
+def test_freezing_and_thawing_between_steps(two: Ranks, name: str, local: bool) -> None:
+    assert max(two.run(_thaw, name, local)) <= BOUND
+
+
+def _penalty(name: str) -> float:
+    """`torch.autograd.grad` in between accumulates nothing, so nothing is reduced or attached."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sw.shard(build("odd"), sw.Plan.of(name, mesh=world))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: list[torch.Tensor] = []
+    model.embed.register_forward_hook(lambda _m, _a, out: seen.append(out))
+    for step in range(5):
+        batches = [token_batch(step, i) for i in range(world)]
+        total = sum(b.numel() for b in batches)
+        seen.clear()
+        loss = loss_sum(model(batches[rank]), batches[rank])
+        (slope,) = torch.autograd.grad(loss, seen[0])
+        assert slope.shape == seen[0].shape
+        assert all(p.grad is None for p in model.parameters())
+        (loss_sum(model(batches[rank]), batches[rank]) / total).backward()
+        sw.clip_grad_norm(model, 1.0)
+        opt.step()
+        opt.zero_grad()
+    expected = train_alone("odd", "float32", "adamw", (1,) * world)
+    return difference(sw.full_state_dict(model), expected)
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
+def test_gradients_of_inputs_alone(two: Ranks, name: str) -> None:
+    assert max(two.run(_penalty, name)) <= BOUND
+
+
+class Fragile(Model):
+    """Raises in the backward of its second block when told to."""
+
+    fail = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.fail and i == 1:
+                x.register_hook(self._raise)
+        return self.head(x)
+
+    @staticmethod
+    def _raise(_: torch.Tensor) -> None:
+        raise ArithmeticError("planted")
+
+
+def _recover(name: str) -> float:
+    """All ranks catch the same failure in backward, and go on with the next batch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = sw.shard(Fragile(odd=True, width=7, inner=13), sw.Plan.of(name, mesh=world))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        batches = [token_batch(step, i) for i in range(world)]
+        total = sum(b.numel() for b in batches)
+        model.fail = True
+        with pytest.raises(ArithmeticError, match="planted"):
+            loss_sum(model(batches[rank]), batches[rank]).backward()
+        model.fail = False
+        (loss_sum(model(batches[rank]), batches[rank]) / total).backward()
+        sw.clip_grad_norm(model, 1.0)
+        opt.step()
+        opt.zero_grad()
+    expected = train_alone("odd", "float32", "adamw", (1,) * world)
+    return difference(sw.full_state_dict(model), expected)
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_a_backward_that_failed_is_forgotten(two: Ranks, name: str) -> None:
+    assert max(two.run(_recover, name)) <= BOUND
+
+
+class PartlyFrozen(nn.Module):
+    """Trainable after frozen, in one unit: the frozen matrix is needed after all gradients came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)
+        )
+        for layer in self.layers:
+            layer[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x) + layer(2 * x)
+        return x
+
+
+def _partly_frozen(leaf_input: bool) -> None:
+    torch.manual_seed(0)
+    alone = PartlyFrozen()
+    torch.manual_seed(0)
+    model = sw.shard(PartlyFrozen(), sw.Plan.of("zero3", mesh=dist.get_world_size()))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), requires_grad=leaf_input)
+    for _ in range(3):
+        gradients = []
+        for m in (alone, model):
+            x.grad = None
+            m.zero_grad()
+            m(x).square().sum().backward()
+            gradients.append(None if x.grad is None else x.grad.clone())
+        if leaf_input:
+            torch.testing.assert_close(*gradients)
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if q.grad is None:
+                assert p.grad is None, name
+            else:
+                torch.testing.assert_close(p.grad.full_tensor(), dist.get_world_size() * q.grad)
+
+
+@pytest.mark.parametrize("leaf_input", (True, False))
+def test_partly_frozen_units(two: Ranks, leaf_input: bool) -> None:
+    two.run(_partly_frozen, leaf_input)

@@ -80,6 +80,16 @@ def test_a_loop_left_early(two: Ranks, then: str) -> None:
     _raises(two, _leave_early, then, match="2 of 4 micro-batches ran; gradients are not reduced")
 
 
+def _no_backward() -> None:
+    model = _shard("zero3", 2)
+    for tokens in sw.microbatches(model, [token_batch(0, 0)]):
+        model(tokens)
+
+
+def test_a_micro_batch_without_backward(two: Ranks) -> None:
+    _raises(two, _no_backward, match="micro-batch 1 of 1 ran no backward")
+
+
 def _optimizer_first(name: str) -> None:
     model = build("even")
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)

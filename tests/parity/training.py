@@ -20,17 +20,17 @@ def train_sharded(
     counts: tuple[int, ...],
     settings: dict[str, Any],
     *,
-    steps: int = STEPS,
     local: bool = False,
+    device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Train with a Plan on this rank's micro-batches; the whole parameters afterwards."""
-    model = sw.shard(build(kind), sw.Plan.of(name, mesh=mesh, **settings))
+    model = sw.shard(build(kind).to(device), sw.Plan.of(name, mesh=mesh, **settings))
     rank = dist.get_rank()
     opt = OPTIMIZERS[optimizer](model.parameters())
     if local:
         opt = sw.local(opt)
-    for step in range(steps):
-        everyone = [token_batch(step, i) for i in indices(counts)]
+    for step in range(STEPS):
+        everyone = [token_batch(step, i).to(device) for i in indices(counts)]
         total = sum(tokens.numel() for tokens in everyone)
         mine = [everyone[i] for i in indices(counts, rank)]
         for tokens in sw.microbatches(model, mine):
@@ -55,7 +55,8 @@ def compare(
     if dtype != "float32":
         settings["compute_dtype"] = dtype
     got = train_sharded(kind, name, mesh, optimizer, counts, settings, **more)
-    return difference(got, train_alone(kind, dtype, optimizer, counts))
+    device = more.get("device", "cpu")
+    return difference(got, train_alone(kind, dtype, optimizer, counts, device))
 
 
 def compare_many(cases: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[float]:

@@ -6,15 +6,12 @@ backward.
     before backward   gather (and gather ahead)
     after backward    free, reduce
 
-`Node` hangs them on modules; `Engine` holds what a pass needs to know.
+`hooks.Node` hangs them on modules; `Engine` holds what a pass needs to know.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +19,9 @@ from torch import nn
 from shardwise.comms import versions
 from shardwise.comms.lanes import Lane
 from shardwise.planning.plan import DTYPES, Plan
-from shardwise.runtime import guard, values
+from shardwise.runtime import guard
 from shardwise.runtime.agreement import Agreement, order_units
+from shardwise.runtime.hooks import Node
 from shardwise.runtime.order import Order
 from shardwise.runtime.reduce import Reducer
 from shardwise.sharding.attach import attach, find_device
@@ -45,16 +43,16 @@ class Engine:
         self.forward_order = Order(plan.forward_prefetch)
         self.backward_order = Order(plan.backward_prefetch)
         self.reduce_order = order_units(self.units)
-        self.ready: list[
-            Unit
-        ] = []  # this backward's units in the order their gradients were complete
+        # This backward's units, in the order in which their gradients were complete.
+        self.ready: list[Unit] = []
         self.reduced = 0  # how many of reduce_order are issued in this backward
         self.backward_runs = False
         self.micro: tuple[int, int] | None = None  # (index, total) inside sw.microbatches
         self.interrupted: str | None = None
-        self.unseen: set[str] | None = (
-            None  # trainable parameters without a gradient so far in this step
-        )
+        # Trainable parameters without a gradient so far in this step; None: nobody asks.
+        self.unseen: set[str] | None = None
+        self.backwards = 0  # backward passes that ended
+        self.relayouts = 0  # times that freezing or thawing changed the gradient buffers
         # What the strategy's row says of the full parameters.
         kept = self.plan.strategy.parameters
         self.frees_in_pass = kept == "shard"
@@ -85,6 +83,8 @@ class Engine:
         gradients' memory goes.
         """
         guard.check_interrupted(self)
+        if self.backward_runs:
+            self._abandon_backward()
         if self.micro is None or self.micro[0] == 0:
             self.follow_requires_grad()
             for unit in self.units:
@@ -104,7 +104,7 @@ class Engine:
                 if self.frees_after_step:
                     unit.free()
                 unit.hide()
-            elif unit.is_shown and unit.modules[0] is not self.root.module:
+            elif unit.is_shown and not unit.is_root:
                 self.after_forward(unit)
 
     def before_forward(self, unit: Unit) -> None:
@@ -140,6 +140,7 @@ class Engine:
             return
         guard.check_interrupted(self)
         self.backward_runs = True
+        self.ready = []
         self.backward_order.begin(self.forward_order.current[::-1])
         versions.call_after_backward(self.end_backward)
 
@@ -164,11 +165,11 @@ class Engine:
         """Free the unit and reduce its gradients, in the order the ranks agreed on."""
         if not self.backward_runs:
             self.open_backward()
-        if self.frees_in_pass and unit.modules[0] is not self.root.module:
+        if self.frees_in_pass and unit.frees_early:
             unit.free()
         if unit.gradients is None or unit.issued:
             return
-        unit.left = len(unit.gradients.shown)
+        unit.expect_gradients()
         unit.issued = True
         self.ready.append(unit)
         if self.unseen is not None and self.unseen:
@@ -182,21 +183,28 @@ class Engine:
         """Backward is over: reduce what is left, wait for the sums, hang them on the visible
         parameters.
         """
-        late = [u for u in self.ready if u.gradients and u.left != len(u.gradients.shown)]
+        if not self.ready and not any(unit.has_gradients for unit in self.reduce_order):
+            # torch.autograd.grad: nothing was accumulated, so there is nothing to sum.
+            self._close_backward()
+            return
+        late = [unit for unit in self.ready if unit.has_gradients]
         for unit in self.reduce_order:
             if not unit.issued:
                 self._note_seen(unit)
         for unit in self.reduce_order[self.reduced :]:
             self.reducer.reduce(unit, self.last_micro)
-        for unit in self.reduce_order:
-            # A gradient that came after its unit's reduce (a parameter of two re-entrant
-            # checkpoints).
-            if unit in late:
-                self.reducer.reduce(unit, self.last_micro)
+        # Gradients that came after their unit's reduce: a parameter of two re-entrant checkpoints.
+        for unit in (unit for unit in self.reduce_order if unit in late):
+            self.reducer.reduce(unit, self.last_micro)
         self.reducer.finish()
-        self._reset_backward()
+        self.backwards += 1
         if self.last_micro or self.plan.sync == "each":
             self.end_step(ran=True)
+        self._close_backward()
+
+    def _close_backward(self) -> None:
+        """Give back what only backward needed."""
+        self._reset_backward()
         for unit in self.units:
             unit.hide()
             if self.frees_in_pass or (self.frees_after_step and self.last_micro):
@@ -216,7 +224,6 @@ class Engine:
             assert unit.gradients is not None
             unit.gradients.attach(absent)
             unit.opened = False
-        self.ready = []
         if self.last_micro:
             self._reset_unseen()
 
@@ -241,14 +248,23 @@ class Engine:
         trained = [unit.gradients for unit in self.reduce_order if unit.gradients]
         self.unseen = {member.name for gradients in trained for member in gradients.members}
 
+    def _abandon_backward(self) -> None:
+        """The last backward ended in an exception that the caller caught: forget its sums."""
+        self.reducer.finish()
+        for unit in self.units:
+            unit.opened = False
+            unit.accumulator = unit.partial = None
+            for shown in unit.parameters.shown:
+                shown.grad = None
+        self._close_backward()
+
     def _reset_backward(self) -> None:
         self.backward_runs = False
         self.reduced = 0
         for unit in self.units:
             unit.issued = False
             unit.open_inputs = 0
-            if unit.gradients is not None:
-                unit.left = len(unit.gradients.shown)
+            unit.expect_gradients()
 
     def _reduce_in(self, names: list[str]) -> None:
         """Reduce in the order of the first step's backward, what it did not reach at the end."""
@@ -258,6 +274,7 @@ class Engine:
     def follow_requires_grad(self) -> None:
         """Notice parameters frozen or unfrozen since the last pass."""
         changed = [unit for unit in self.units if unit.follow_requires_grad()]
+        self.relayouts += bool(changed)
         if changed or not self._hooked:
             self.reduce_order = order_units(self.units)
             self.agreement.first = self.agreement.tracks_unused = True
@@ -281,125 +298,3 @@ class Engine:
             if id(shown) not in self._hooked:
                 self._hooked.add(id(shown))
                 shown.register_post_accumulate_grad_hook(arrived)
-
-
-class Node:
-    """A module's hooks: which units run with it, and what its inputs and outputs tell."""
-
-    def __init__(self, engine: Engine, module: nn.Module, units: list[Unit], root: bool) -> None:
-        self.engine, self.module, self.units, self.is_root = engine, module, units, root
-        # Freeing inside backward waits for the gradient of the unit's input: only then is every
-        # weight used up.
-        self.tracks_inputs = engine.frees_in_pass and not root
-        for unit in units:
-            unit.remaining = len(unit.modules)
-        floating = [unit.casts_inputs for unit in units if unit.casts_inputs is not None]
-        plan = engine.plan
-        self.input_dtype = floating[0] if plan.compute_dtype and floating else None
-        if root and plan.compute_dtype:
-            self.input_dtype = DTYPES[plan.compute_dtype]
-        self._register()
-
-    def _register(self) -> None:
-        module = self.module
-        compiled = module._compiled_call_impl
-        if compiled is None:
-            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after)
-            return
-
-        # `module.compile()` compiles the hooks too; these must run outside the compiled code.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._before(module, args, kwargs)
-            return self._after(module, args, compiled(*args, **kwargs))
-
-        module._compiled_call_impl = call
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        engine = self.engine
-        if self.is_root and not versions.inside_backward():
-            engine.begin_forward()
-        if self.input_dtype is not None:
-            args, kwargs = values.cast((args, kwargs), self.input_dtype)
-        for unit in self.units:
-            if (
-                unit.remaining == len(unit.modules)
-                or unit.state is not State.READY
-                or not unit.is_shown
-            ):
-                engine.before_forward(unit)
-        if self.tracks_inputs and torch.is_grad_enabled():
-            self._watch_inputs(args, kwargs)
-        return args, kwargs
-
-    def _watch_inputs(self, args: Any, kwargs: Any) -> None:
-        """When the gradient of an input is complete, this module's backward is over."""
-        units = [unit for unit in self.units if len(unit.modules) == 1]
-        if not units:
-            return
-        for tensor in values.tensors((args, kwargs)):
-            if tensor.requires_grad:
-                watch = getattr(tensor, "_shardwise_watch", None)
-                if watch is None:
-                    watch = Watch(None)
-                    tensor.register_hook(watch)
-                for unit in units:
-                    unit.open_inputs += 1
-                    watch.consumers.append(partial(self._input_done, unit))
-                return  # the first input tells
-
-    def _input_done(self, unit: Unit) -> None:
-        unit.open_inputs -= 1
-        if unit.gradients is None:
-            unit.free()
-        else:
-            self.engine.gradient_arrived(unit)
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        engine = self.engine
-        if self.is_root and engine.output_dtype is not None:
-            output = values.cast(output, engine.output_dtype)
-        watched = (
-            [t for t in values.tensors(output) if t.requires_grad]
-            if torch.is_grad_enabled()
-            else []
-        )
-        if watched:
-            for tensor in watched:
-                watch = Watch(self._before_backward)
-                tensor.register_hook(watch)
-                tensor._shardwise_watch = watch  # type: ignore[attr-defined]
-        for unit in self.units:
-            unit.remaining -= 1
-            if unit.remaining <= 0:
-                unit.remaining = len(unit.modules)
-                if not self.is_root:
-                    engine.after_forward(unit)
-        if self.is_root and not versions.inside_backward():
-            engine.end_forward(awaits_backward=bool(watched))
-            if watched and engine.frees_in_pass and engine.plan.keep_after_forward is False:
-                for unit in self.units:
-                    unit.free()
-        return output
-
-    def _before_backward(self) -> None:
-        engine = self.engine
-        engine.open_backward()
-        for unit in self.units:
-            engine.before_backward(unit)
-
-
-class Watch:
-    """A tensor hook: its gradient is complete, so those who consumed it are done and its producer
-    is next.
-    """
-
-    def __init__(self, producer: Callable[[], None] | None) -> None:
-        self.producer = producer
-        self.consumers: list[Callable[[], None]] = []
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        for done in self.consumers:
-            done()
-        if self.producer is not None:
-            self.producer()

@@ -83,6 +83,9 @@ class LocalOptimizer(torch.optim.Optimizer):
         for parameters in self._plain_groups:
             for parameter in parameters:
                 self._indices[id(parameter)] = len(self._indices)
+        everything = [p for parameters in self._plain_groups for p in parameters]
+        self._engines = list({id(e): e for e in map(engine_of_parameter, everything)}.values())
+        self._known_layout = self._layout()
         self.segments = [_find_segments(group) for group in self._plain_groups]
         groups = [
             {**group, "params": [segment.flat for segment in segments]}
@@ -101,6 +104,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_layout()
         self._split(lambda parameter: parameter.grad is None)
         for segments in self.segments:
             for segment in segments:
@@ -118,6 +122,22 @@ class LocalOptimizer(torch.optim.Optimizer):
                         parameter.grad = None
                     elif parameter.grad is not None:
                         parameter.grad.zero_()
+
+    def _follow_layout(self) -> None:
+        """Parameters were frozen or thawed: cut the segments anew and carry the state over."""
+        layout = self._layout()
+        if layout == self._known_layout:
+            return
+        saved = self.state_dict()
+        self.state.clear()
+        self.segments = [_find_segments(parameters) for parameters in self._plain_groups]
+        for group, segments in zip(self.inner.param_groups, self.segments, strict=True):
+            group["params"] = [segment.flat for segment in segments]
+        self.load_state_dict(saved)
+        self._known_layout = layout
+
+    def _layout(self) -> list[int]:
+        return [engine.relayouts for engine in self._engines]
 
     def _split(self, lacks: Callable[[nn.Parameter], bool]) -> None:
         """Parameters that lack what their neighbours have (a gradient, a state) must not be stepped

@@ -32,7 +32,13 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     try:
         for i, item in enumerate(items):
             engine.micro = (i, total)
+            before = engine.backwards
             yield item
+            if engine.backwards == before:
+                raise RuntimeError(
+                    f"micro-batch {i + 1} of {total} ran no backward; every micro-batch needs one "
+                    "(a loss of zero is fine), or its peers wait for this rank's gradients"
+                )
             ran += 1
     finally:
         engine.micro = None

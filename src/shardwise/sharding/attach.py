@@ -58,6 +58,7 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh, lane: Lane) -> list[Unit]:
             plan,
             mesh,
             lane,
+            is_root=spec.modules == ("",),
         )
         for spec in plan.require_units()
     ]

@@ -186,6 +186,17 @@ class Gradients:
         """No parameter of the unit has a gradient: what comes next overwrites."""
         return all(parameter.grad is None for parameter in self.visible)
 
+    def adopt(self) -> None:
+        """Take over gradients that hang on the parameters from a buffer of another layout."""
+        if self.cleared:
+            return
+        self.buffer.allocate()
+        for parameter, local, summed in zip(self.visible, self.locals, self.summed, strict=True):
+            grad = parameter.grad
+            if grad is not None:
+                local.copy_(grad.to_local() if isinstance(grad, DTensor) else grad)
+                parameter.grad = summed
+
     def clear_missing(self) -> None:
         """Zero the rows of parameters whose gradient was set to None while others of the unit kept
         theirs.

@@ -40,8 +40,9 @@ class Unit:
         plan: Plan,
         mesh: Mesh,
         lane: Lane,
+        is_root: bool,
     ) -> None:
-        self.name, self.modules = name, list(modules)
+        self.name, self.modules, self.is_root = name, list(modules), is_root
         own = str(members[0].original.dtype).removeprefix("torch.")
         _, compute_dtype, self.reduce_dtype = plan.dtypes(own)
         self.plain = plan.strategy.state == "replicate"
@@ -110,7 +111,25 @@ class Unit:
             shown.requires_grad_(trains)
         trained = [i for i, trains in enumerate(trainable) if trains]
         self.gradients = Gradients(p, trained, self.plain) if trained else None
+        if self.gradients is not None:
+            self.gradients.adopt()
         return True
+
+    @property
+    def frees_early(self) -> bool:
+        """Complete gradients prove that backward needs the unit no more. Not so for the root, whose
+        modules are everywhere, nor for several modules of which some weights are frozen.
+        """
+        return not self.is_root and (len(self.modules) == 1 or all(self.trainable))
+
+    @property
+    def has_gradients(self) -> bool:
+        """Some of the gradients that this backward owes have arrived and are not reduced."""
+        return self.gradients is not None and self.left != len(self.gradients.shown)
+
+    def expect_gradients(self) -> None:
+        """From now on every trainable parameter owes a gradient."""
+        self.left = len(self.gradients.shown) if self.gradients is not None else 0
 
     def gather(self) -> None:
         """Start bringing the full parameters together, unless they are there or on their way."""
