@@ -13,7 +13,7 @@ from shardwise import Plan
 from shardwise.planning.memory import count_kept, count_sent, show_bytes
 from shardwise.planning.strategies import NAMES
 from shardwise.planning.units import Cut
-from tests.parity.models import Block, build
+from tests.parity.models import Block, Model, build
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,6 +96,14 @@ def test_blocks_are_units_and_the_rest_is_the_roots() -> None:
     assert units["root"] == ["embed.weight", "head.weight"]
 
 
+def test_a_large_root_is_cut_like_the_rest() -> None:
+    """Its output projection is reduced while backward still runs, its embedding at the end."""
+    model = Model(width=64, inner=64)
+    model.embed, model.head = nn.Embedding(900, 64), nn.Linear(64, 900, bias=False)
+    units = names_of(Plan.of("zero3", mesh=2), model)
+    assert list(units)[:2] == ["root:embed.weight", "root:head.weight"]
+
+
 def test_mixed_dtypes_split_a_unit() -> None:
     units = names_of(Plan.of("zero3", mesh=2), build("odd"))
     assert "layers.0[float32]" in units
@@ -106,7 +114,8 @@ def test_a_tie_across_units_goes_to_their_ancestor() -> None:
     model = build("even")
     model.layers[2].up.weight = model.layers[0].up.weight
     units = names_of(Plan.of("zero3", mesh=2), model)
-    assert "layers.0.up.weight" in units["root"]
+    roots = [name for unit, names in units.items() if unit.startswith("root") for name in names]
+    assert "layers.0.up.weight" in roots
     assert sum(len(names) for names in units.values()) == len(list(model.parameters()))
 
 

@@ -3,18 +3,21 @@ words.
 
 The order of memory is always that of the compute stream: a lane first waits for the moment at which
 compute had allocated what the lane will touch, and compute waits for the lane before it reads or
-frees it.
+frees it. What a lane allocates for itself lives and dies in the lane's own order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
+from shardwise.comms import versions
 from shardwise.comms.real import DONE, Handle
+
+_NOTHING = nullcontext()
 
 
 class Lane:
@@ -26,43 +29,61 @@ class Lane:
         # can, a host cannot.
         self.ordered = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.ordered else None
+        self._inside = _Inside(self) if self.ordered else _NOTHING
+        self._behind = _Inside(self, behind_compute=True) if self.ordered else _NOTHING
         self.waited = 0.0  # host seconds blocked in `join`; on a CPU that is exposed communication
 
-    @contextmanager
-    def behind_compute(self) -> Iterator[None]:
+    def behind_compute(self) -> AbstractContextManager[Any]:
         """Queue what follows on this lane, after everything compute has queued so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            yield
+        return self._behind
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self) -> AbstractContextManager[Any]:
         """Queue what follows on this lane, after what the lane already has."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            yield
+        return self._inside
 
     def follow(self, other: Lane) -> None:
         """Queue what follows on this lane after what `other` has."""
         if self.stream is not None and other.stream is not None:
             self.stream.wait_stream(other.stream)
 
-    def mark(self) -> Handle:
+    def make_event(self) -> torch.cuda.Event | None:
+        """An event to mark moments with again and again; making one is dearer than recording it."""
+        return torch.cuda.Event() if self.ordered else None
+
+    def mark(self, event: torch.cuda.Event | None = None) -> Handle:
         """This moment of the lane, for compute to wait for."""
-        return DONE if self.stream is None else self.stream.record_event()
+        if self.stream is None:
+            return DONE
+        return self.stream.record_event(event)
 
     def join(self, handle: Handle) -> None:
         """Make what runs now (the current stream, or the host) wait for `handle`."""
         if handle is DONE:
             return
-        if self.ordered:
-            handle.wait()
+        if isinstance(handle, torch.cuda.Event):
+            versions.current_stream(self.device).wait_event(handle)
             return
         began = time.perf_counter()
         handle.wait()
         self.waited += time.perf_counter() - began
+
+
+class _Inside:
+    """The lane's stream as the current one. Made once: torch.cuda.stream builds three objects."""
+
+    def __init__(self, lane: Lane, behind_compute: bool = False) -> None:
+        assert lane.stream is not None
+        self._stream, self._device = lane.stream, lane.device
+        self._moment = torch.cuda.Event() if behind_compute else None
+        self._outer: list[torch.cuda.Stream] = []
+
+    def __enter__(self) -> None:
+        outer = versions.current_stream(self._device)
+        if self._moment is not None:
+            self._moment.record(outer)
+            self._stream.wait_event(self._moment)
+        self._outer.append(outer)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._outer.pop())

@@ -48,6 +48,18 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch.cuda.current_stream without making a new object each time (8 us of it, measured)."""
+    key = torch._C._cuda_getCurrentStream(device.index or 0)
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
+
+
 def supported_devices(group: Any) -> set[str]:
     """Device types that a process group can move, by the backends it was made with."""
     backends = group._device_types

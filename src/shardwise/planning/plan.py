@@ -28,6 +28,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 # Bytes of one message where the strategy does not pay for size with memory: 25 MB is DDP's own
 # default, 32 MiB is the larger of seed 001's two communication sizes.
+LEAST_UNITS = 4
 DEFAULT_BUCKET_BYTES = {"ddp": 25 * MIB, "zero1": 32 * MIB, "zero2": 32 * MIB, "zero3": None}
 
 
@@ -205,7 +206,11 @@ class Plan:
             assert bucket is not None
             units = cut_buckets(model, REDUCES[self.reduce].group, bucket)
         else:
-            units = cut_units(model, self.cut, self.message_bytes)
+            bucket = self.message_bytes
+            if bucket and self.bucket_bytes is None:
+                # A small model still needs units that overlap each other.
+                bucket = min(bucket, sum(p.nbytes for p in model.parameters()) // LEAST_UNITS)
+            units = cut_units(model, self.cut, bucket)
         if self.units is not None and self.units != units:
             raise ValueError(_difference(self.units, units))
         return dataclasses.replace(self, units=units)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.planning.buckets import group_by_bytes
@@ -31,6 +32,10 @@ class ParameterSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -123,12 +128,28 @@ def cut_units(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> tuple[Uni
             parameter.requires_grad,
         )
         owned[common[0] if common else None].append(spec)
-    units = list(_split_by_dtype("root", ("",), owned[None]))
+    units = _cut_root(owned[None], max((_run_bytes(run) for run in runs), default=0))
     for i, run in enumerate(runs):
         modules = tuple(name for name, _ in run)
         label = modules[0] if len(modules) == 1 else f"{modules[0]}..{modules[-1]}"
         units += _split_by_dtype(label, modules, owned[i])
     return tuple(units)
+
+
+def _cut_root(parameters: list[ParameterSpec], limit: int) -> list[UnitSpec]:
+    """The root's own parameters, in pieces no larger than the largest other unit: an output
+    projection's gradients then travel at backward's start instead of waiting for the embedding's.
+    """
+    pieces = group_by_bytes(parameters, lambda p: p.nbytes, limit) if limit else [parameters]
+    units: list[UnitSpec] = []
+    for piece in pieces:
+        label = "root" if len(pieces) == 1 else f"root:{piece[0].name}"
+        units += _split_by_dtype(label, ("",), piece)
+    return units
+
+
+def _run_bytes(run: Run) -> int:
+    return sum(p.numel() * p.element_size() for _, module in run for p in module.parameters())
 
 
 def cut_buckets(model: nn.Module, group: str, bucket_bytes: int) -> tuple[UnitSpec, ...]:
@@ -144,7 +165,6 @@ def cut_buckets(model: nn.Module, group: str, bucket_bytes: int) -> tuple[UnitSp
         )
         for names, p in places(model)
     ]
-    itemsize = {names[0]: p.element_size() for names, p in places(model)}
     if group == "parameter":
         groups = [[spec] for spec in specs]
     elif group == "all":
@@ -154,9 +174,7 @@ def cut_buckets(model: nn.Module, group: str, bucket_bytes: int) -> tuple[UnitSp
         # one.
         groups = [
             list(reversed(run))
-            for run in reversed(
-                group_by_bytes(reversed(specs), lambda s: s.numel * itemsize[s.name], bucket_bytes)
-            )
+            for run in reversed(group_by_bytes(reversed(specs), lambda s: s.nbytes, bucket_bytes))
         ]
     units: list[UnitSpec] = []
     for i, members in enumerate(groups):
@@ -263,8 +281,7 @@ def _merge(runs: list[Run], bucket_bytes: int | None) -> list[Run]:
     nested = any(_is_inside(a[0][0], b[0][0]) for a in runs for b in runs if a is not b)
     if nested:
         return runs
-    size = lambda run: sum(p.numel() * p.element_size() for p in run[0][1].parameters())  # noqa: E731
-    return [[run[0] for run in group] for group in group_by_bytes(runs, size, bucket_bytes)]
+    return [[run[0] for run in group] for group in group_by_bytes(runs, _run_bytes, bucket_bytes)]
 
 
 def _is_inside(inner: str, outer: str) -> bool:

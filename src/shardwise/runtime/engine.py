@@ -284,14 +284,15 @@ class Engine:
             self._reset_backward()
 
     def _count_gradients(self, unit: Unit) -> None:
-        engine = weakref.ref(self)
+        # torch holds hooks where Python's garbage collector cannot look: hold nothing by them.
+        engine_of, unit_of = weakref.ref(self), weakref.ref(unit)
 
         def arrived(_: torch.Tensor) -> None:
-            unit.left -= 1
-            if unit.left == 0:
-                owner = engine()
-                if owner is not None:
-                    owner.gradient_arrived(unit)
+            unit, engine = unit_of(), engine_of()
+            if unit is not None and engine is not None:
+                unit.left -= 1
+                if unit.left == 0:
+                    engine.gradient_arrived(unit)
 
         assert unit.gradients is not None
         for shown in unit.gradients.shown:

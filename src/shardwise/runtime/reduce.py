@@ -29,30 +29,31 @@ Steps = Iterator[tuple[Lane, Handle]]
 
 
 class Reduction:
-    """One unit's reduce under way: the steps left, and the memory that must stay until they are
-    done.
-    """
+    """One unit's reduce under way: the steps left, and the memory that must stay until then."""
 
-    def __init__(self, steps: Steps, held: list[torch.Tensor], lane: Lane) -> None:
-        self.steps, self.held, self.lane = steps, held, lane
+    def __init__(self, steps: Steps, held: list[torch.Tensor], packed: Handle | None) -> None:
+        """`packed` is the moment after which `held` is no longer read; None: only the end is."""
+        self.steps, self.held = steps, held
         self.waiting_for: tuple[Lane, Handle] | None = next(steps, None)
-        if lane.ordered:
+        assert self.waiting_for is not None
+        self.lane = self.waiting_for[0]
+        if self.lane.ordered:
             self._queue_rest()
+            self.released = packed or self.lane.mark()
 
     def _queue_rest(self) -> None:
-        """Streams take the remaining steps now; only their end is left to wait for."""
+        """Streams take the remaining steps now; none of it blocks the host."""
         while self.waiting_for is not None:
-            lane, handle = self.waiting_for
-            with lane.enter():
-                handle.wait()
-            self.lane = lane
+            self.lane, handle = self.waiting_for
+            if handle is not DONE:
+                with self.lane.enter():
+                    handle.wait()
             self.waiting_for = next(self.steps, None)
-        self.end = self.lane.mark()
 
     def retire(self) -> None:
-        """Compute waits for the end; then the memory may go."""
+        """Compute waits until the memory may go: a host for the end, a stream for the moment."""
         if self.lane.ordered:
-            self.lane.join(self.end)
+            self.lane.join(self.released)
         while self.waiting_for is not None:
             lane, handle = self.waiting_for
             lane.join(handle)
@@ -85,28 +86,43 @@ class Reducer:
         while self.ring and len(self.ring) >= self.depth:
             self.ring.popleft().retire()
         self._open_buffer(unit, gradients)
-        whole = self.mesh.shard.size == 1
+        lane, whole = self.scatter_lane, self.mesh.shard.size == 1
+        flat = gradients.flat
         # The gradient buffer itself takes the sum, where nothing has to be added to it or cast.
-        direct = (
-            unit.overwrite and unit.partial is None and unit.reduce_dtype == gradients.flat.dtype
-        )
-        slot = pack(unit, gradients, gradients.flat if direct and whole else None)
-        if slot is gradients.flat:
-            unit.overwrite = False
-        if self.sync == "last":
-            if unit.accumulator is not None:
-                slot = unit.accumulator.add_(slot)
-            unit.accumulator = None if last else slot
-            if not last:
-                return
-        scattered = slot
-        if not whole:
-            scattered = gradients.flat if direct else slot.new_empty(gradients.layout.shard_numel)
+        direct = unit.overwrite and unit.partial is None and unit.reduce_dtype == flat.dtype
+        found = take_gradients(gradients)
+        # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
+        # and compute waits for neither.
+        with lane.behind_compute():
+            reused = gradients.slot if self.sync != "last" else None
+            if reused is not None:
+                slot = reused.pack(found)
+            else:
+                slot = pack(unit, gradients, found, flat if direct and whole else None)
+            if slot is flat:
+                unit.overwrite = False
+            if self.sync == "last":
+                if unit.accumulator is not None:
+                    slot = unit.accumulator.add_(slot)
+                unit.accumulator = None if last else slot
+            scattered = slot
+            if not whole:
+                scattered = flat if direct else slot.new_empty(gradients.layout.shard_numel)
+        packed = lane.mark(unit.packed)
+        if self.sync == "last" and not last:
+            self._start(Reduction(iter([(lane, DONE)]), found, packed))
+            return
         overwrites = unit.overwrite
         if direct or last or not self._delays:
             unit.overwrite = False
         steps = self._steps(unit, gradients, slot, scattered, overwrites, last)
-        self._start(Reduction(steps, [slot, scattered], self.scatter_lane))
+        # Memory that another lane, or the reduce-scatter itself, still reads waits for the end.
+        crosses = self.mesh.replicate.size > 1 and scattered is not flat
+        borrowed = any(grad.data_ptr() == slot.data_ptr() for grad in found)
+        held = [*found, slot, scattered]
+        self._start(Reduction(steps, held, None if crosses or borrowed else packed))
+        if reused is not None:
+            reused.buffer.release()  # in the lane's order: behind the reduce-scatter just queued
 
     def contribute_zero(self, unit: Unit) -> None:
         """Join the replicas' all-reduce of a step in which this rank's shard group ran no
@@ -118,7 +134,7 @@ class Reducer:
         zeros = torch.zeros_like(gradients.flat, dtype=unit.reduce_dtype)
         steps = self._finish_steps(gradients, zeros, unit.overwrite)
         unit.overwrite = False
-        self._start(Reduction(steps, [zeros], self.scatter_lane))
+        self._start(Reduction(steps, [zeros], None))
 
     @staticmethod
     def _open_buffer(unit: Unit, gradients: Gradients) -> None:
@@ -137,6 +153,9 @@ class Reducer:
         """Compute waits for every reduce under way."""
         while self.ring:
             self.ring.popleft().retire()
+        self.scatter_lane.join(self.scatter_lane.mark())
+        if self.mesh.replicate.size > 1:
+            self.replica_lane.join(self.replica_lane.mark())
 
     def _start(self, reduction: Reduction) -> None:
         self.ring.append(reduction)
@@ -191,31 +210,37 @@ class Reducer:
             yield lane, DONE
 
 
-def pack(unit: Unit, gradients: Gradients, into: torch.Tensor | None) -> torch.Tensor:
-    """Take the gradients off the shown parameters and lay them rank after rank in the reduce dtype.
+def take_gradients(gradients: Gradients) -> list[torch.Tensor]:
+    """Take the gradients off the shown parameters; a parameter without one counts as zeros."""
+    found = []
+    for shown in gradients.shown:
+        grad = shown.grad
+        found.append(torch.zeros_like(shown) if grad is None else grad)
+        shown.grad = None
+    return found
 
-    A parameter without a gradient counts as zeros. A single evenly cut gradient of the right dtype
-    is its own slot.
+
+def pack(
+    unit: Unit, gradients: Gradients, found: list[torch.Tensor], into: torch.Tensor | None
+) -> torch.Tensor:
+    """Lay gradients rank after rank in the reduce dtype: one kernel for the unit.
+
+    A single evenly cut gradient of the right dtype is its own slot.
     """
-    ranks, layout = gradients.layout.ranks, gradients.layout
-    shown = gradients.shown
-    found = [parameter.grad for parameter in shown]
-    for parameter in shown:
-        parameter.grad = None
-    if len(found) == 1 and into is None and layout.rows[0].even:
-        only = found[0]
-        if only is not None and only.dtype == unit.reduce_dtype and only.is_contiguous():
-            return only.view(-1)
-    tensors = []
-    for grad, parameter, rows in zip(found, shown, layout.rows, strict=True):
-        if rows.part == 0:
-            continue
-        if grad is None:
-            grad = torch.zeros_like(parameter)
-        tensors.append(grad.expand(ranks) if rows.replicated else grad)
+    layout = gradients.layout
+    only = found[0]
+    alone = len(found) == 1 and into is None and layout.rows[0].even
+    if alone and only.dtype == unit.reduce_dtype and only.is_contiguous():
+        return only.view(-1)
     slot = into
     if slot is None:
-        slot = torch.empty(layout.full_numel, dtype=unit.reduce_dtype, device=gradients.flat.device)
-    if tensors:
-        versions.chunk_cat(tensors, ranks, slot.view(ranks, -1))
+        slot = torch.empty(layout.full_numel, dtype=unit.reduce_dtype, device=only.device)
+    if gradients.odd:
+        found = [
+            grad.expand(layout.ranks) if rows.replicated else grad
+            for grad, rows in zip(found, layout.rows, strict=True)
+            if rows.part > 0
+        ]
+    if found:
+        versions.chunk_cat(found, layout.ranks, slot.view(layout.ranks, -1))
     return slot

@@ -44,6 +44,7 @@ class Route:
         self.own = [part[group.rank] for part in self.parts]
         self.casts = source.dtype != full.dtype
         self.mode = self._choose(mode)
+        self.stages = self.mode == "packed" and group.size > 1
 
     def _choose(self, mode: str) -> str:
         """One parameter is gathered straight into place; `auto` packs, except where calls of their

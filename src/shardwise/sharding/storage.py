@@ -158,7 +158,13 @@ class Parameters:
 class Gradients:
     """The gradient buffer of one unit's trainable parameters: `gradient`, with `summed` over it."""
 
-    def __init__(self, parameters: Parameters, trainable: Sequence[int], plain: bool) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        trainable: Sequence[int],
+        plain: bool,
+        reduce_dtype: torch.dtype,
+    ) -> None:
         mesh = parameters.mesh
         shapes = [parameters.layout.rows[i].shape for i in trainable]
         self.layout = lay_out(shapes, mesh.shard.size)
@@ -176,10 +182,22 @@ class Gradients:
             for local, rows in zip(locals_, self.layout.rows, strict=True)
         ]
         self.locals = locals_
+        # Some parameters have no rows to cut (0-d) or nothing in them.
+        self.odd = any(rows.replicated or rows.part == 0 for rows in self.layout.rows)
+        self.slot = self._make_slot(reduce_dtype)
         # A norm counts what every rank holds whole (0-d parameters) on the first rank only.
         counted = self.layout.shard_numel if mesh.shard.rank == 0 else self.layout.counted_numel
         self.counted = self.flat[:counted]
         self.buffer.release()
+
+    def _make_slot(self, dtype: torch.dtype) -> Slot | None:
+        """A slot with permanent pieces, where one multi-tensor copy can pack it: on a GPU, with
+        every gradient cut evenly among several ranks.
+        """
+        even = all(rows.even and rows.part for rows in self.layout.rows)
+        if self.flat.is_cuda and even and self.layout.ranks > 1 and len(self.members) > 1:
+            return Slot(self.layout, dtype, self.flat.device)
+        return None
 
     @property
     def cleared(self) -> bool:
@@ -210,6 +228,29 @@ class Gradients:
         for member, parameter, summed in zip(self.members, self.visible, self.summed, strict=True):
             if not absent or member.name not in absent:
                 parameter.grad = summed
+
+
+class Slot:
+    """A reduce's input whose pieces, one for every parameter and rank, are made once."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.buffer = Buffer(layout.full_numel, dtype, device)
+        self.flat = self.buffer.flat
+        by_rank = self.flat.view(layout.ranks, -1)
+        self.pieces = [
+            by_rank[rank, start : start + rows.part]
+            for rows, start in zip(layout.rows, layout.offsets, strict=True)
+            for rank in range(layout.ranks)
+        ]
+        self.ranks = layout.ranks
+        self.buffer.release()
+
+    def pack(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy every gradient's rows to their ranks' places, cast on the way."""
+        self.buffer.allocate()
+        cut = [piece for grad in gradients for piece in grad.reshape(self.ranks, -1).unbind(0)]
+        torch._foreach_copy_(self.pieces, cut)
+        return self.flat
 
 
 def whole(full: torch.Tensor, layout: Layout, i: int) -> torch.Tensor:

@@ -79,6 +79,7 @@ class Unit:
         )
         self.is_shown = False
         self._handle: Handle = DONE
+        self._arrived, self.packed = lane.make_event(), lane.make_event()
         self._unpack = nothing_to_unpack
         self._route = self.home
         # The reduce's state over the micro-batches of a step.
@@ -110,10 +111,15 @@ class Unit:
         for shown, trains in zip(p.shown, trainable, strict=True):
             shown.requires_grad_(trains)
         trained = [i for i, trains in enumerate(trainable) if trains]
-        self.gradients = Gradients(p, trained, self.plain) if trained else None
+        self.gradients = self._make_gradients(trained)
         if self.gradients is not None:
             self.gradients.adopt()
         return True
+
+    def _make_gradients(self, trained: list[int]) -> Gradients | None:
+        if not trained:
+            return None
+        return Gradients(self.parameters, trained, self.plain, self.reduce_dtype)
 
     @property
     def frees_early(self) -> bool:
@@ -141,15 +147,17 @@ class Unit:
         self.stale = False
         if p.aliased:
             return
-        p.buffer.allocate()
         route = self._route
         assert route is not None
+        # On a host the copy-out runs in `wait`: until then the staging alone is enough.
+        if self.lane.ordered or not route.stages:
+            p.buffer.allocate()
         with self.lane.behind_compute():
             handle, unpack = route.start()
             if self.lane.ordered:
                 handle.wait()
                 unpack()
-                handle, unpack = self.lane.mark(), nothing_to_unpack
+                handle, unpack = self.lane.mark(self._arrived), nothing_to_unpack
         self._handle, self._unpack = handle, unpack
         self.state = State.GATHERING
 
@@ -158,6 +166,7 @@ class Unit:
         if self.state is not State.GATHERING:
             return
         self.lane.join(self._handle)
+        self.parameters.buffer.allocate()
         self._unpack()
         self._handle, self._unpack = DONE, nothing_to_unpack
         if self._route is self.kept_route and self.kept_buffer is not None:

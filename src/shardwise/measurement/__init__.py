@@ -1,0 +1,1 @@
+"""Measuring real runs: benchmarks and memory."""

@@ -1,0 +1,110 @@
+"""`shardwise bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+_CASES = ("fake8", "gloo2", "h200")
+_STRATEGIES = ("zero3", "zero2", "ddp")
+
+_HELP = """\
+cases:
+  fake8   CPU, one rank of 8, nothing is sent: many small parameters, so what counts is the
+          engines' own Python. zero3 and zero2 against fully_shard
+  gloo2   CPU, two real ranks: zero3 against fully_shard, ddp against DistributedDataParallel.
+          Both must agree to 1e-5 after three steps, else nothing is timed
+  h200    GPU, 0.95 B parameters in bf16, one rank of an emulated 8-rank group, three networks.
+          Skipped without a CUDA device; its figures are labelled `emulated`
+
+Both engines train the same model on the same inputs with the same fused AdamW, in turn, in one run;
+figures are medians, with the interquartile range after +-. Ratios are shardwise over torch: below 1
+is better. `cpu` is the time until the step's call returns, `memory` the peak of a step.
+
+examples:
+  shardwise bench step --against torch
+  shardwise bench step --cases fake8 --strategies zero3 --steps 100
+  shardwise bench step --cases h200 --json benchmarks/step-h200.json
+  shardwise bench step --quick            every path in seconds; its figures mean nothing
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure shardwise against torch's own engines",
+        description="Measures shardwise against torch's own engines.",
+        epilog="examples:\n  shardwise bench step --against torch\n  shardwise bench step --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    step = kinds.add_parser(
+        "step",
+        help="time, host time and memory of one training step",
+        description="Times whole training steps: zero_grad, forward, backward, optimizer.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    step.add_argument(
+        "--against", choices=["torch"], default="torch", help="the peer (default: torch)"
+    )
+    step.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    step.add_argument(
+        "--cases", default=",".join(_CASES), metavar="A,B", help="default: %(default)s"
+    )
+    step.add_argument(
+        "--strategies", metavar="A,B", help="of zero3, zero2, ddp; default: all that a case has"
+    )
+    step.add_argument("--steps", type=int, metavar="N", help="timed steps of each candidate")
+    step.add_argument("--quick", action="store_true", help="two blocks, four steps: a trial run")
+    step.add_argument(
+        "--commit", metavar="ID", help="what to record where the code is not in its repository"
+    )
+    step.set_defaults(command=bench_step)
+
+
+def bench_step(arguments: argparse.Namespace) -> None:
+    """Check the choices, run the cases, write the JSON, print the table."""
+    from shardwise.errors import UserError
+
+    cases = _split(arguments.cases, "case", _CASES)
+    strategies = None
+    if arguments.strategies is not None:
+        strategies = _split(arguments.strategies, "strategy", _STRATEGIES)
+    if arguments.steps is not None and arguments.steps < 1:
+        raise UserError(f"--steps is {arguments.steps}, expected at least 1")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UserError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+
+    # Only now: this imports torch.
+    from shardwise.measurement.benchmark import describe_environment
+    from shardwise.measurement.results import print_table, write_json
+    from shardwise.measurement.step import BenchmarkError, Options, run_family, select
+
+    families = select(cases, Options(strategies, arguments.steps, arguments.quick))
+    environment = describe_environment(arguments.commit)
+    rows: list[dict[str, Any]] = []
+    try:
+        for family in families.values():
+            rows += run_family(family, arguments.quick)
+    except BenchmarkError as error:
+        sys.exit(f"shardwise: {error}")
+    if arguments.json is not None:
+        write_json(arguments.json, environment, "shardwise " + " ".join(sys.argv[1:]), rows)
+    if rows:
+        print_table(environment, rows)
+    else:
+        print("nothing was measured: no case of these is left on this machine")
+
+
+def _split(text: str, what: str, valid: tuple[str, ...]) -> tuple[str, ...]:
+    from shardwise.errors import UserError, nearest
+
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in valid:
+            raise UserError(f"unknown {what} {name!r}{nearest(name, valid)}")
+    return names

@@ -1,0 +1,90 @@
+"""The language model that benchmarks train: no options but its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    layers: int
+    d_model: int
+    d_ff: int
+    heads: int
+    vocab: int
+    fused_qkv: bool = False  # one projection for query, key and value instead of three
+
+    def __post_init__(self) -> None:
+        if self.d_model % self.heads:
+            raise ValueError(f"d_model {self.d_model} does not divide among {self.heads} heads")
+
+    def describe(self) -> str:
+        attention = "qkv/o" if self.fused_qkv else "q/k/v/o"
+        return (
+            f"LM of {self.layers} blocks ({attention}, gate/up/down, 2 RMSNorm), "
+            f"d_model {self.d_model}, d_ff {self.d_ff}, {self.heads} heads, vocab {self.vocab}"
+        )
+
+
+class Block(nn.Module):
+    """Causal attention and a gated feed-forward, each behind a norm and a residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        d, f = shape.d_model, shape.d_ff
+        self.heads = shape.heads
+        widths = {"qkv": 3 * d} if shape.fused_qkv else {"q": d, "k": d, "v": d}
+        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(d), nn.RMSNorm(d)
+        self.projections = nn.ModuleDict(
+            {name: nn.Linear(d, width, bias=False) for name, width in widths.items()}
+        )
+        self.o = nn.Linear(d, d, bias=False)
+        self.gate, self.up = nn.Linear(d, f, bias=False), nn.Linear(d, f, bias=False)
+        self.down = nn.Linear(f, d, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        normed_BTD = self.attention_norm(x_BTD)
+        projected = [project(normed_BTD) for project in self.projections.values()]
+        if len(projected) == 1:
+            projected = list(projected[0].chunk(3, dim=-1))
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.o(mixed.transpose(1, 2).flatten(-2))
+        normed_BTD = self.feed_forward_norm(x_BTD)
+        return x_BTD + self.down(functional.silu(self.gate(normed_BTD)) * self.up(normed_BTD))
+
+
+class LM(nn.Module):
+    """Embedding, blocks, a last norm, the output projection; no positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.d_model)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.d_model)
+        self.head = nn.Linear(shape.d_model, shape.vocab, bias=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+
+def compute_loss(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """The mean cross-entropy, in fp32."""
+    logits_BTV = model(tokens_BT)
+    return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def make_model(shape: Shape, device: str) -> LM:
+    """The same weights for everybody who asks for this shape on this kind of device."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LM(shape)

@@ -1,0 +1,48 @@
+"""What a benchmark leaves: a JSON file, and a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_json(
+    path: Path, environment: dict[str, Any], command: str, rows: list[dict[str, Any]]
+) -> None:
+    content = {"environment": environment, "command": command, "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """One line per comparison; ratios are ours over the peer's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="one training step, shardwise against torch")
+    for name in ("case", "strategy", "peer"):
+        table.add_column(name)
+    for name in ("ours ms", "theirs ms", "step", "cpu", "memory", "parity"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row["case"],
+            row["strategy"],
+            row["peer"],
+            *(f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES),
+            *(f"{row[name]:.2f}" for name in ("step_ratio", "cpu_ratio", "memory_ratio")),
+            "-" if row["parity"] is None else f"{row['parity']:.0e}",
+        )
+    # A pipe has no width of its own; a table cut to 80 columns loses its names.
+    console = Console()
+    console = console if console.is_terminal else Console(width=110)
+    console.print(table)
+    place = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
+    console.print(
+        f"commit {environment['commit']}, torch {environment['torch']}, {place}", highlight=False
+    )
+    if any(row["settings"]["network"].startswith("emulated") for row in rows):
+        console.print("h200 rows: emulated network; values are fabricated, times are not")
+
+
+SIDES = ("ours", "theirs")

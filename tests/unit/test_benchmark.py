@@ -1,0 +1,210 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardwise.cli import main
+from shardwise.comms.emulated import Network
+from shardwise.measurement import benchmark, memory, step
+from shardwise.measurement.benchmark import Row, Sample, Side
+from shardwise.measurement.engines import OPTIMIZER, Wrapped, largest_difference
+from shardwise.measurement.models import LM, Shape, make_model
+
+TINY = Shape(layers=2, d_model=8, d_ff=16, heads=2, vocab=11)
+
+
+def test_spread_is_the_interquartile_range_or_of_few_values_the_whole():
+    assert benchmark.spread([5.0]) == 0
+    assert benchmark.spread([1.0, 9.0, 5.0]) == 8
+    assert benchmark.spread([1.0, 2.0, 3.0, 4.0, 1000.0]) == 2
+
+
+def test_ratios_are_ours_over_theirs():
+    ours = Side.of([Sample(2, 1), Sample(4, 1), Sample(900, 1)], peak_bytes=30)
+    theirs = Side.of([Sample(8, 4)], peak_bytes=20)
+    row = Row.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
+    assert (row.step_ratio, row.cpu_ratio, row.memory_ratio) == (0.5, 0.25, 1.5)
+
+
+def test_candidates_take_turns_after_their_warm_up():
+    ran = []
+    steps = {"a": lambda: ran.append("a"), "b": lambda: ran.append("b")}
+    samples = benchmark.alternate(
+        steps, rounds=3, warmup=2, timer=benchmark.time_on_host(lambda: None)
+    )
+    assert "".join(ran) == "aabb" + "ab" + "ba" + "ab"
+    assert [len(samples[name]) for name in "ab"] == [3, 3]
+    assert all(s.step_ms >= s.cpu_ms >= 0 for s in samples["a"])
+
+
+def test_the_environment_is_recorded():
+    found = benchmark.describe_environment()
+    assert found["torch"] == torch.__version__
+    assert found["commit"] and found["cpu"] and found["cores"] >= 1
+    assert benchmark.describe_environment("abc")["commit"] == "abc"
+
+
+def test_the_peak_on_a_cpu_counts_what_lives_at_one_time():
+    def build():
+        kept = torch.empty(1000)
+
+        def run():
+            first = torch.empty(50_000)
+            del first
+            second = torch.empty(30_000)
+            assert second.numel() and kept.numel()
+
+        return run
+
+    assert memory.peak_on_cpu(build) == 4 * 51_000
+
+
+def test_the_peak_of_a_trace_is_inside_the_marked_step_and_above_its_start():
+    def event(ts, total, size):
+        return {"name": "[memory]", "ts": ts, "args": {"Total Allocated": total, "Bytes": size}}
+
+    mark = {"name": "shardwise.peak", "ts": 5, "dur": 10}
+    events = [mark, event(1, 107, 7), event(2, 900, 793), event(3, 150, -750), event(20, 999, 1)]
+    assert memory.read_peak(events) == 50
+    assert memory.read_peak([*events, event(6, 190, 40)]) == 90
+
+
+def test_the_large_model_is_the_design_s():
+    with torch.device("meta"):
+        count = sum(p.numel() for p in LM(step.LARGE).parameters())
+    assert round(count / 1e9, 2) == 0.95
+
+
+def _plain(model):
+    return Wrapped(model, torch.optim.AdamW(model.parameters(), **OPTIMIZER), 1, {})
+
+
+def test_models_that_part_are_not_timed():
+    tokens = torch.arange(10).view(1, 10)
+    candidates = {
+        "ours": _plain(make_model(TINY, "cpu")),
+        "theirs": _plain(make_model(TINY, "cpu")),
+    }
+    steps = {name: candidate.step_on(tokens, tokens) for name, candidate in candidates.items()}
+    assert step._check_parity(candidates, steps, "case", "zero3") == 0
+    with torch.no_grad():
+        candidates["ours"].model.head.weight[0, 0] += 1
+    worst, where = largest_difference(candidates["ours"].model, candidates["theirs"].model)
+    assert worst > 0.5 and where == "head.weight"
+    with pytest.raises(step.BenchmarkError, match="nothing was timed"):
+        step._check_parity(candidates, steps, "case", "zero3")
+
+
+def test_nan_is_no_parity():
+    ours, theirs = make_model(TINY, "cpu"), make_model(TINY, "cpu")
+    with torch.no_grad():
+        ours.norm.weight[0] = float("nan")
+    worst, _ = largest_difference(ours, theirs)
+    assert worst == float("inf")
+
+
+def test_options_cut_the_cases():
+    family = step.Options(strategies=("ddp",), steps=7).apply(step.FAMILIES["gloo2"])
+    assert [(case.strategies, case.steps) for case in family.cases] == [(("ddp",), 7)]
+    assert step.Options(strategies=("ddp",)).apply(step.FAMILIES["fake8"]).cases == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cases", "fake9"], "unknown case 'fake9': did you mean 'fake8'?"),
+        (["--strategies", "zero4"], "unknown strategy 'zero4': did you mean"),
+        (["--steps", "0"], "--steps is 0, expected at least 1"),
+        (["--json", "absent/x.json"], "--json absent/x.json: there is no folder absent"),
+    ],
+)
+def test_wrong_choices_are_told_before_anything_runs(arguments, message, capsys):
+    assert main(["bench", "step", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_teaches_the_cases_without_torch():
+    code = (
+        "import sys\nfrom shardwise.cli import main\n"
+        "try: main(['bench', 'step', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(name in shown.stdout for name in step.FAMILIES)
+    assert "examples:\n  shardwise bench step" in shown.stdout
+
+
+def test_a_quick_run_writes_every_figure(tmp_path):
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "shardwise.cli", "bench", "step", "--against", "torch"]
+    options = ["--quick", "--cases", "fake8", "--strategies", "zero3", "--json", str(path)]
+    shown = subprocess.run(
+        [*command, *options], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "fully_shard" in shown.stdout
+    written = json.loads(path.read_text())
+    assert set(written) == {"environment", "command", "rows"}
+    assert written["command"].startswith("shardwise bench step --against torch --quick")
+    (row,) = written["rows"]
+    assert (row["case"], row["strategy"], row["peer"]) == ("fake8", "zero3", "fully_shard")
+    assert row["parity"] is None and row["settings"]["quick"] is True
+    assert row["settings"]["ours"]["plan"]["name"] == "zero3"
+    for side in ("ours", "theirs"):
+        for figure in ("step_ms", "step_spread_ms", "cpu_ms", "cpu_spread_ms", "peak_bytes"):
+            assert row[side][figure] >= 0
+    assert row["memory_ratio"] == row["ours"]["peak_bytes"] / row["theirs"]["peak_bytes"]
+
+
+EMULATED = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from shardwise.comms import versions
+from shardwise.comms.emulated import Network, emulate
+from shardwise.measurement import engines
+from shardwise.measurement.models import Shape, make_model
+
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+tokens = torch.arange(6).view(1, 6)
+shape = Shape(layers=3, d_model=8, d_ff=16, heads=2, vocab=11)
+before = dist.all_reduce
+with emulate(Network(bandwidth=1e9, latency=1e-6)) as network:
+    for wrap in (engines.wrap_ours, engines.wrap_theirs):
+        candidate = wrap(make_model(shape, "cpu"), "zero3", engines.Precision())
+        step = candidate.step_on(tokens, tokens)
+        step()
+        network.calls.clear()
+        step()
+        print(dict(sorted(network.calls.items())))
+        assert all(torch.isfinite(p.to_local()).all() for p in candidate.model.parameters())
+    out, part = torch.empty(8), torch.empty(2)
+    work = versions.all_gather(out, torch.tensor([1.0, 2.0]), None)
+    assert isinstance(work, dist.distributed_c10d.Work) and work.wait()
+    assert out.tolist() == [1.0, 2.0] * 4
+    versions.reduce_scatter(part, torch.arange(8.0), None).wait()
+    assert part.tolist() == [2.0, 3.0]  # rank 1's part
+    assert dist.all_reduce(part) is None
+assert dist.all_reduce is before
+"""
+
+
+def test_both_engines_go_over_the_emulated_network():
+    """Four units of one model: a step gathers three twice and the root once, and reduces all."""
+    shown = subprocess.run(
+        [sys.executable, "-c", EMULATED], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert shown.returncode == 0, shown.stderr
+    ours, theirs = shown.stdout.splitlines()
+    assert ours == theirs
+    assert "'reduce_scatter': 4" in ours
+
+
+def test_a_network_s_time_is_a_ring_s():
+    network = Network(bandwidth=1e9, latency=1e-3)
+    assert network.seconds(4_000_000, ranks=4) == pytest.approx(0.004)
+    assert network.seconds(4_000_000, ranks=4, rounds=2) == pytest.approx(0.007)
+    assert Network().seconds(4_000_000, ranks=4) == 0
+    with pytest.raises(ValueError, match="expected bytes/s above 0"):
+        Network(bandwidth=0)
