@@ -140,7 +140,13 @@ def _cut_root(parameters: list[ParameterSpec], limit: int) -> list[UnitSpec]:
     """The root's own parameters, in pieces no larger than the largest other unit: an output
     projection's gradients then travel at backward's start instead of waiting for the embedding's.
     """
-    pieces = group_by_bytes(parameters, lambda p: p.nbytes, limit) if limit else [parameters]
+    pieces: list[list[ParameterSpec]] = [[]]
+    for parameter in parameters:
+        held = sum(p.nbytes for p in pieces[-1])
+        # A small piece (a norm) is not worth a message of its own: it goes with what follows.
+        if limit and held > limit // 8 and held + parameter.nbytes > limit:
+            pieces.append([])
+        pieces[-1].append(parameter)
     units: list[UnitSpec] = []
     for piece in pieces:
         label = "root" if len(pieces) == 1 else f"root:{piece[0].name}"

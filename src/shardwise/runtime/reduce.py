@@ -176,7 +176,7 @@ class Reducer:
         if slot is scattered:
             yield lane, DONE
         else:
-            with lane.behind_compute():
+            with lane.enter():
                 handle = self.mesh.shard.reduce_scatter(scattered, slot)
             yield lane, handle
         if self._delays:
