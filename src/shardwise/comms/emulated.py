@@ -54,16 +54,19 @@ class EmulatedWork(Work):
 
     idle: ClassVar[list[EmulatedWork]] = []
     join: Callable[[], None]
+    waited_for = False
 
     @classmethod
     def start(cls, join: Callable[[], None]) -> EmulatedWork:
         work = cls.idle.pop() if cls.idle else cls()
-        work.join = join
+        work.join, work.waited_for = join, False
         return work
 
     def wait(self, timeout: Any = None) -> bool:
         self.join()
-        self.idle.append(self)
+        if not self.waited_for:
+            self.waited_for = True
+            self.idle.append(self)
         return True
 
 
