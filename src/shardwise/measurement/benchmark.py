@@ -6,6 +6,7 @@ could issue the next one. On a CPU the two are the same moment; both are reporte
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import statistics
@@ -95,16 +96,24 @@ def spread(values: Sequence[float]) -> float:
 def alternate(
     steps: Mapping[str, Step], rounds: int, warmup: int, timer: Timer
 ) -> dict[str, list[Sample]]:
-    """Time every candidate once per round; each round starts with another one."""
+    """Time every candidate once per round; each round starts with another one.
+
+    Python's garbage collector is off meanwhile, as in `timeit`: whom it strikes is chance.
+    """
     for step in steps.values():
         for _ in range(warmup):
             step()
     names = list(steps)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    for i in range(rounds):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
-            samples[name].append(timer(steps[name]))
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(rounds):
+            first = i % len(names)
+            for name in names[first:] + names[:first]:
+                samples[name].append(timer(steps[name]))
+    finally:
+        gc.enable()
     return samples
 
 
