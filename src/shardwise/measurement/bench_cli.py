@@ -64,6 +64,15 @@ def add_parser(subparsers: Any) -> None:
         "--commit", metavar="ID", help="what to record where the code is not in its repository"
     )
     step.set_defaults(command=bench_step)
+    gather = kinds.add_parser(
+        "gather",
+        help="gathers on 2 gloo ranks: packed against one call per tensor",
+        description="Times forward and backward under zero3 on two real CPU ranks, by gather mode "
+        "and tensor size. Its result is what gather='auto' follows on gloo.",
+    )
+    gather.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    gather.add_argument("--rounds", type=int, default=15, metavar="N", help="default: %(default)s")
+    gather.set_defaults(command=bench_gather)
 
 
 def bench_step(arguments: argparse.Namespace) -> None:
@@ -76,8 +85,7 @@ def bench_step(arguments: argparse.Namespace) -> None:
         strategies = _split(arguments.strategies, "strategy", _STRATEGIES)
     if arguments.steps is not None and arguments.steps < 1:
         raise UserError(f"--steps is {arguments.steps}, expected at least 1")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UserError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    _check_folder(arguments.json)
 
     # Only now: this imports torch.
     from shardwise.measurement.benchmark import describe_environment
@@ -93,11 +101,44 @@ def bench_step(arguments: argparse.Namespace) -> None:
     except BenchmarkError as error:
         sys.exit(f"shardwise: {error}")
     if arguments.json is not None:
-        write_json(arguments.json, environment, "shardwise " + " ".join(sys.argv[1:]), rows)
+        write_json(arguments.json, environment, _command(arguments.json), rows)
     if rows:
         print_table(environment, rows)
     else:
         print("nothing was measured: no case of these is left on this machine")
+
+
+def bench_gather(arguments: argparse.Namespace) -> None:
+    """Measure, write the JSON, print the table."""
+    _check_folder(arguments.json)
+
+    from shardwise.measurement.benchmark import describe_environment
+    from shardwise.measurement.gather import measure
+    from shardwise.measurement.results import write_json
+
+    environment = describe_environment(None)
+    rows = measure(arguments.rounds)
+    if arguments.json is not None:
+        write_json(arguments.json, environment, _command(arguments.json), rows)
+    print("tensor bytes   packed ms     each ms   each/packed")
+    for row in rows:
+        medians = row["median_ms"]
+        print(
+            f"{row['tensor_bytes']:12,} {medians['packed']:11.3f} {medians['each']:11.3f} "
+            f"{row['each_over_packed']:13.2f}"
+        )
+
+
+def _check_folder(path: Path | None) -> None:
+    from shardwise.errors import UserError
+
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"--json {path}: there is no folder {path.parent}")
+
+
+def _command(path: Path) -> str:
+    """The command as typed. A result is read on other machines, where its folder says nothing."""
+    return " ".join(["shardwise", *(path.name if a == str(path) else a for a in sys.argv[1:])])
 
 
 def _split(text: str, what: str, valid: tuple[str, ...]) -> tuple[str, ...]:
