@@ -257,6 +257,13 @@ def test_unusual_forwards(two: Ranks, kind: str, name: str) -> None:
         assert error <= BOUND
 
 
+@pytest.mark.parametrize("kind", ("Checkpointed", "Reentrant", "InnerCheckpointed", "Compiled"))
+@pytest.mark.parametrize("inner", ("zero2", "zero3"))
+def test_unusual_forwards_in_hybrid(four: Ranks, kind: str, inner: str) -> None:
+    for error, _ in four.run(_train_kind, kind, "hsdp", (2, 2), {"inner": inner}):
+        assert error <= BOUND
+
+
 @pytest.mark.parametrize("kind", ("Checkpointed", "Reentrant"))
 def test_checkpointing_gathers_no_more_than_needed(two: Ranks, kind: str) -> None:
     """Case 14: once for forward and once for backward, whether or not the block is recomputed."""
