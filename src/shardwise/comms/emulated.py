@@ -49,21 +49,28 @@ class Network:
 
 class EmulatedWork(Work):
     """A collective under way. torch's FSDP2 waits only for instances of torch's own `Work`, which
-    take 70 us to make: those that were waited for serve again.
+    take 70 us to make: those that were waited for serve again, with their event.
     """
 
     idle: ClassVar[list[EmulatedWork]] = []
-    join: Callable[[], None]
+    device: torch.device
+    arrived: torch.cuda.Event | None = None
+    ready = 0.0  # on a CPU: the clock when the data is there
     waited_for = False
 
     @classmethod
-    def start(cls, join: Callable[[], None]) -> EmulatedWork:
+    def start(cls, device: torch.device) -> EmulatedWork:
         work = cls.idle.pop() if cls.idle else cls()
-        work.join, work.waited_for = join, False
+        work.device, work.waited_for = device, False
+        if device.type == "cuda" and work.arrived is None:
+            work.arrived = torch.cuda.Event()
         return work
 
     def wait(self, timeout: Any = None) -> bool:
-        self.join()
+        if self.arrived is not None:
+            current_stream(self.device).wait_event(self.arrived)
+        else:
+            time.sleep(max(0.0, self.ready - time.perf_counter()))
         if not self.waited_for:
             self.waited_for = True
             self.idle.append(self)
@@ -76,7 +83,7 @@ class Emulation:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.calls: Counter[str] = Counter()
-        self._streams: dict[Any, torch.cuda.Stream] = {}
+        self._streams: dict[Any, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._busy_until: dict[Any, float] = {}  # on a CPU: when the group's wire is free again
 
     def all_gather(
@@ -149,28 +156,32 @@ class Emulation:
         seconds: float,
     ) -> Work:
         if group not in self._streams:
-            self._streams[group] = torch.cuda.Stream(device)
-        stream, caller = self._streams[group], current_stream(device)
-        stream.wait_event(caller.record_event())
+            self._streams[group] = torch.cuda.Stream(device), torch.cuda.Event()
+        (stream, moment), caller = self._streams[group], current_stream(device)
+        work = EmulatedWork.start(device)
+        moment.record(caller)
+        stream.wait_event(moment)
         torch.cuda.set_stream(stream)
         try:
             copy()
             # The copy takes a share of the modelled time already.
             cycles, copy_seconds = _calibrate(device)
-            spin = int((seconds - written_bytes * copy_seconds) * cycles)
+            spin = int((seconds - written_bytes * copy_seconds) * cycles) if seconds else 0
             if spin > 0:
                 torch.cuda._sleep(spin)
-            arrived = stream.record_event()
         finally:
             torch.cuda.set_stream(caller)
-        return EmulatedWork.start(lambda: current_stream(device).wait_event(arrived))
+        assert work.arrived is not None
+        work.arrived.record(stream)
+        return work
 
     def _on_host(self, group: Any, copy: Callable[[], None], seconds: float) -> Work:
         copy()
         now = time.perf_counter()
-        ready = max(now, self._busy_until.get(group, now)) + seconds
-        self._busy_until[group] = ready
-        return EmulatedWork.start(lambda: time.sleep(max(0.0, ready - time.perf_counter())))
+        work = EmulatedWork.start(torch.device("cpu"))
+        work.ready = max(now, self._busy_until.get(group, now)) + seconds
+        self._busy_until[group] = work.ready
+        return work
 
 
 @contextmanager

@@ -55,12 +55,10 @@ class Group:
         self.group = group
         self.size = size
         self.rank = rank
+        self.groups_calls = dist.get_backend(group) == "nccl"
         self.control = (
             control  # moves small host values; None where no peer exists to answer (a fake group)
         )
-
-    def moves_by(self, backend: str) -> bool:
-        return dist.get_backend(self.group) == backend
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part
@@ -77,7 +75,7 @@ class Group:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Many gathers as one grouped call where the backend has it (NCCL), else one call each."""
-        if not self.moves_by("nccl"):
+        if not self.groups_calls:
             return All([self.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)])
         with versions.coalescing(self.group, outputs[0].device) as under_way:
             for output, input in zip(outputs, inputs, strict=True):

@@ -31,7 +31,7 @@ from shardwise.measurement.models import Shape, make_model
 OWN = Precision()  # every dtype the parameters' own
 TOLERANCE = 1e-5
 PARITY_STEPS = 3
-BLOCKS = 3  # on a GPU: how often each candidate is built and timed
+BLOCKS = 5  # on a GPU: how often each candidate is built and timed
 LEFT_OVER = 2**28  # bytes that may stay on the device between them without a word
 
 

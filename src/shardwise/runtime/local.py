@@ -117,11 +117,12 @@ class LocalOptimizer(torch.optim.Optimizer):
         for segments in self.segments:
             for segment in segments:
                 segment.flat.grad = None
-                for parameter in segment.visible:
-                    if set_to_none:
-                        parameter.grad = None
-                    elif parameter.grad is not None:
-                        parameter.grad.zero_()
+        for parameters in self._plain_groups:
+            for parameter in parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
 
     def _follow_layout(self) -> None:
         """Parameters were frozen or thawed: cut the segments anew and carry the state over."""

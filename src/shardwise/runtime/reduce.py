@@ -94,7 +94,8 @@ class Reducer:
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
         with lane.behind_compute():
-            reused = gradients.slot if self.sync != "last" else None
+            own = len(found) == 1 and found[0].dtype == unit.reduce_dtype  # it is its own slot
+            reused = gradients.slot if self.sync != "last" and not own else None
             if reused is not None:
                 slot = reused.pack(found)
             else:

@@ -13,8 +13,8 @@ from shardwise.planning.placement import Layout
 
 Unpack = Callable[[], None]
 
-# gloo, measured on 2 ranks (`shardwise bench gather`): below this mean size one packed message beats
-# one call per tensor, six times at 64 KiB; at 4 MiB it takes twice as long.
+# gloo, measured on 2 ranks (`shardwise bench gather`): from this mean size of a tensor on, calls of
+# their own that write it in place pay: 1.8 times the packed step at 256 KiB, 0.78 at 1 MiB.
 EACH_FROM_BYTES = 2**20
 
 
@@ -48,16 +48,15 @@ class Route:
         self.stages = self.mode == "packed" and group.size > 1
 
     def _choose(self, mode: str) -> str:
-        """One parameter is gathered straight into place; `auto` packs, except where calls of their
-        own measured faster: gloo on a CPU, from EACH_FROM_BYTES a tensor.
+        """One parameter is gathered straight into place. `auto` packs, except large tensors on a
+        CPU, where a copy-out costs the host more than calls of their own.
         """
         if len(self.parts) <= 1:
             return "each"
         if mode != "auto":
             return mode
         mean = self.full.numel() * self.full.element_size() / len(self.parts)
-        slow_copies = self.full.device.type == "cpu" and self.group.moves_by("gloo")
-        return "each" if slow_copies and mean >= EACH_FROM_BYTES else "packed"
+        return "each" if self.full.device.type == "cpu" and mean >= EACH_FROM_BYTES else "packed"
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""

@@ -195,7 +195,7 @@ class Gradients:
         every gradient cut evenly among several ranks.
         """
         even = all(rows.even and rows.part for rows in self.layout.rows)
-        if self.flat.is_cuda and even and self.layout.ranks > 1 and len(self.members) > 1:
+        if self.flat.is_cuda and even and self.layout.ranks > 1:
             return Slot(self.layout, dtype, self.flat.device)
         return None
 
