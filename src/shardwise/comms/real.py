@@ -1,5 +1,5 @@
-"""Collectives over torch.distributed. Sums on the wire, always: gloo's AVG silently sums, so nobody
-asks for it.
+"""Collectives over torch.distributed. Sums on the wire, always: gloo's AVG has silently summed in
+some versions (pytorch/pytorch 162338), so nobody asks for it.
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -182,15 +180,11 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
 
 def show_bytes(count: float) -> str:
     """Bytes for people: 1,536 is 1.50 KiB."""
-    for unit, next_unit in pairwise(_scale()):
-        if abs(count) < 1024 or next_unit == "":
-            return f"{count:,.2f} {unit}" if unit != "B" else f"{count:,.0f} B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
         count /= 1024
-    raise AssertionError("unreachable: the last scale takes any count")
-
-
-def _scale() -> Iterator[str]:
-    yield from ("B", "KiB", "MiB", "GiB", "TiB", "")
+    return f"{count:,.2f} TiB"
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from shardwise.planning.plan import Plan
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.unit import Unit
@@ -85,7 +83,3 @@ def order_units(units: Sequence[Unit]) -> list[Unit]:
     unit last.
     """
     return [unit for unit in reversed(units) if unit.gradients is not None]
-
-
-def describe_rank() -> str:
-    return f"rank {dist.get_rank()}" if dist.is_initialized() else "the one rank"

@@ -3,7 +3,7 @@ backward.
 
     before forward    gather (and gather ahead), show
     after forward     hide, free unless the Plan keeps it
-    before backward   gather (and gather ahead)
+    before backward   gather (and gather ahead), show
     after backward    free, reduce
 
 `hooks.Node` hangs them on modules; `Engine` holds what a pass needs to know.

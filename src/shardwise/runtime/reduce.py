@@ -3,10 +3,10 @@ replicas.
 
     shown.grad --pack--> slot --reduce-scatter--> scattered --all-reduce--> gradient
                           |                           |
-                     accumulator                   partial            (over micro-batches, by the
-                     Plan's `sync`)
+                     accumulator                   partial
 
-Everything is a sum; the loss carries the divisor.
+Over the micro-batches of a step, `sync="last"` sums slots in the accumulator and the delayed policy
+sums scattered gradients in the partial. Everything is a sum; the loss carries the divisor.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Reducer:
         if plan.name == "ddp" and plan.reduce == "naive":
             self.depth = 0  # one call, its wait, the next call
         elif plan.strategy.gradients == "replicate":
-            self.depth = 2**31  # every unit has a slot of its own
+            # On a host every unit has a slot of its own; streams wait for a pack only, so their
+            # gradients need not stay.
+            self.depth = max(plan.reduce_depth, 2) if self.scatter_lane.ordered else 2**31
         else:
             self.depth = plan.reduce_depth
         self._delays = plan.sync == "scatter_each_reduce_last" and plan.replicate > 1
@@ -117,10 +119,11 @@ class Reducer:
         if direct or last or not self._delays:
             unit.overwrite = False
         steps = self._steps(unit, gradients, slot, scattered, overwrites, last)
-        # Memory that another lane, or the reduce-scatter itself, still reads waits for the end.
-        crosses = self.mesh.replicate.size > 1 and scattered is not flat
+        # Memory that the other lane, or the reduce-scatter itself, still reads waits for the end.
+        summed = scattered if unit.partial is None else unit.partial
+        crosses = self.mesh.replicate.size > 1 and not (scattered is summed is flat)
         borrowed = any(grad.data_ptr() == slot.data_ptr() for grad in found)
-        held = [*found, slot, scattered]
+        held = [*found, slot, scattered, summed]
         self._start(Reduction(steps, held, None if crosses or borrowed else packed))
         if reused is not None:
             reused.buffer.release()  # in the lane's order: behind the reduce-scatter just queued

@@ -4,43 +4,39 @@ A unit is the parameters that travel together. Each role has ONE flat buffer per
 that anybody sees is a permanent view of one, made once. Taking and giving back memory is one
 storage resize per unit.
 
-    name        what it holds                                   dtype     when its memory is there
-    ----------  ----------------------------------------------  --------
-    ----------------------------------------- master      this rank's rows of every parameter
-    own       always visible     what users and optimizers see: DTensors over    own       views of
-    master
-                master (plain parameters when n = 1)
-    full        every row of every parameter                    compute   from a gather to the next
-    free shown       what the module computes with: plain            compute   views of full; in the
-    module's place of
-                parameters over full                                      `visible` while the unit
-                runs
-    staging     a packed gather's output, rank after rank       compute   while that gather is under
-    way kept        1/k of full, with keep_after_forward = k        compute   from forward to the
-    backward gather slot        all gradients, rank after rank: the input of    reduce    from a
-    unit's backward until its reduce
-                the reduce-scatter                                        is done (a ring of
-                `reduce_depth`)
-    gradient    this rank's rows of every summed gradient       own       from the reduce until
-    zero_grad summed      visible.grad: DTensors over gradient            own       views of
-    gradient
+    name      what it holds                                dtype    when its memory is there
+    --------  -------------------------------------------  -------  --------------------------------
+    master    this rank's rows of every parameter          own      always
+    visible   what users and optimizers see: DTensors,     own      views of master
+              or plain parameters in ddp
+    full      every row of every parameter                 compute  from a gather to the next free
+    shown     what the module computes with: plain         compute  views of full; in the modules'
+              parameters                                            places while the unit runs
+    staging   a packed gather's output, rank after rank    compute  while that gather is under way
+    kept      1/k of full, for keep_after_forward = k      compute  from forward to backward
+    slot      all gradients, rank after rank: what a       reduce   from the end of its backward
+              reduce-scatter reads                                  until the scatter is done
+    gradient  this rank's rows of every summed gradient    own      from the reduce until zero_grad
+    summed    visible.grad: DTensors, or plain in ddp      own      views of gradient
 
-Two parameters on n = 2 ranks, A of 5 rows (3 + 2, one row of padding `..`) and B of 4 rows (2 + 2):
+Two parameters on n = 2 ranks, A of 5 rows (3 + 2, one row of padding `..`), B of 4 rows (2 + 2):
 
-    rank 0  master   | A0 A1 A2 | B0 B1 |
-    rank 1  master   | A3 A4 .. | B2 B3 |
+    rank 0  master    | A0 A1 A2 | B0 B1 |
+    rank 1  master    | A3 A4 .. | B2 B3 |
 
-    staging          | A0 A1 A2 | B0 B1 | A3 A4 .. | B2 B3 |      rank after rank, as an all-gather
-    writes it
-                          |         \\ ______/            |        copy-out: one kernel per unit
-    full             | A0 A1 A2   A3 A4 .. | B0 B1   B2 B3 |      parameter after parameter
-    shown              ^ A: 5 rows           ^ B: 4 rows
+                      from rank 0        from rank 1
+    staging           | A0 A1 A2 | B0 B1 | A3 A4 .. | B2 B3 |   as an all-gather writes it
+                        copy-out, one kernel per unit
+    full              | A0 A1 A2 A3 A4 .. | B0 B1 B2 B3 |       parameter after parameter
+    shown               A: 5 rows           B: 4 rows
 
-    slot             | A0 A1 A2 | B0 B1 | A3 A4 .. | B2 B3 |      gradients, packed by one kernel
-    gradient (r0)    | A0 A1 A2 | B0 B1 |                         as the reduce-scatter writes it
+                      for rank 0         for rank 1
+    slot              | A0 A1 A2 | B0 B1 | A3 A4 .. | B2 B3 |   gradients, packed by one kernel
+    rank 0  gradient  | A0 A1 A2 | B0 B1 |                      as the reduce-scatter writes it
 
-A unit of one parameter needs no staging. With n = 1 the full buffer is the master itself, or its
-cast.
+Who has what memory: master, full, kept and gradient come and go in compute's order; staging and
+slots belong to the lane that uses them (`comms/lanes.py`). A unit of one parameter needs no
+staging. With n = 1 the full buffer is the master itself, or its cast.
 
 Because `full` only ever loses its bytes and never its identity, what autograd saved of a shown
 parameter in forward is still the same tensor in backward; the gather that brings the bytes back
