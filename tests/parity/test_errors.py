@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from tests.parity.models import build, loss_sum, token_batch
+from tests.parity.models import Model, build, loss_sum, token_batch
 from tests.ranks import RankError, Ranks
 
 
@@ -78,6 +78,35 @@ def _leave_early(then: str) -> None:
 def test_a_loop_left_early(two: Ranks, then: str) -> None:
     """Case 34."""
     _raises(two, _leave_early, then, match="2 of 4 micro-batches ran; gradients are not reduced")
+
+
+class Wandering(Model):
+    """Runs its blocks in the order it is told."""
+
+    order = (0, 1, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for i in self.order:
+            x = self.layers[i](x)
+        return self.head(x)
+
+
+def _wander(name: str, from_step: int) -> None:
+    settings = {"forward_prefetch": 0, "backward_prefetch": 0, "bucket_bytes": 1}
+    model = sw.shard(Wandering(), sw.Plan.of(name, mesh=2, **settings))
+    for step in range(3):
+        if step >= from_step and dist.get_rank() == 1:
+            model.order = (0, 2, 1)
+        for tokens in sw.microbatches(model, [token_batch(step, 0)]):
+            loss_sum(model(tokens), tokens).backward()
+
+
+@pytest.mark.parametrize(("name", "from_step"), [("zero3", 0), ("zero2", 0), ("zero2", 1)])
+def test_units_in_another_order_on_some_rank(two: Ranks, name: str, from_step: int) -> None:
+    """Case 10: before the first backward, or when the step after begins."""
+    told = r"different units as number 3 .*rank 0: layers.1, rank 1: layers.2"
+    _raises(two, _wander, name, from_step, match=told)
 
 
 def _no_backward() -> None:

@@ -7,7 +7,9 @@ needs it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from shardwise.planning.plan import Plan
 from shardwise.sharding.mesh import Mesh
@@ -23,12 +25,14 @@ class Agreement:
         # step.
         self.first, self.tracks_unused = True, True
 
-    def check_counts(self, count: int) -> None:
+    def check_counts(self, count: int, order: tuple[str, ...]) -> None:
         """Error on every rank when ranks that must move together run different numbers of
-        micro-batches.
+        micro-batches, or ran their units in different orders in the last step.
         """
-        inside = self.mesh.shard.exchange(count)
-        per_replica = self.mesh.replicate.exchange(inside)
+        inside = self.mesh.shard.exchange((count, zlib.crc32("\n".join(order).encode())))
+        if len({digest for _, digest in inside}) > 1:
+            self._check_orders(self.mesh.shard.exchange(order))
+        per_replica = self.mesh.replicate.exchange([count for count, _ in inside])
         for replica, counts in enumerate(per_replica):
             if len(set(counts)) > 1:
                 listed = ", ".join(
@@ -48,6 +52,27 @@ class Agreement:
                 "them; "
                 "use sync='scatter_each_reduce_last' or 'last' for uneven work"
             )
+
+    def check_first_forward(self, order: tuple[str, ...]) -> None:
+        """Error on every rank of a shard group that ran units in different orders, before the
+        backward that would wait for ever.
+        """
+        if self.first:
+            self._check_orders(self.mesh.shard.exchange(order))
+
+    def _check_orders(self, orders: list[tuple[str, ...]]) -> None:
+        """Error that names the first unit at which a shard group's ranks parted."""
+        for at, units in enumerate(zip_longest(*orders, fillvalue="nothing more")):
+            if len(set(units)) > 1:
+                replica = self.mesh.replicate.rank
+                listed = ", ".join(
+                    f"rank {self._rank(replica, s)}: {u}" for s, u in enumerate(units)
+                )
+                raise RuntimeError(
+                    f"ranks of one shard group ran different units as number {at + 1} of a forward "
+                    f"pass ({listed}); they gather together, so what was gathered is not what was "
+                    "asked for. Let every rank run the same modules in the same order"
+                )
 
     def settle(
         self, ran: bool, unused: frozenset[str], ready: Sequence[str]

@@ -106,6 +106,8 @@ class Engine:
                 unit.hide()
             elif unit.is_shown and not unit.is_root:
                 self.after_forward(unit)
+        if awaits_backward:
+            self.agreement.check_first_forward(self.forward_order.names)
 
     def before_forward(self, unit: Unit) -> None:
         """Gather the unit and those the order expects next; show it."""

@@ -24,7 +24,7 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     engine = engine_of(model)
     items = list(batches)
     total = len(items)
-    engine.agreement.check_counts(total)
+    engine.agreement.check_counts(total, engine.forward_order.names)
     if total == 0:
         engine.run_nothing()
         return

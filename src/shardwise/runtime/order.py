@@ -26,6 +26,11 @@ class Order:
             self.expected = guess
         self._at = 0
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the last pass ran, in order."""
+        return tuple([unit.name for unit in self.current or self.expected])
+
     def visit(self, unit: Unit) -> list[Unit]:
         """`unit` runs now; the units to gather ahead."""
         self.current.append(unit)
