@@ -111,16 +111,17 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         """Gather the unit and those the order expects next; show it."""
-        if versions.inside_backward():
-            # Recomputation under activation checkpointing: backward's own order leads.
-            self.before_backward(unit)
-        else:
-            ahead = self.forward_order.visit(unit)
-            unit.gather()
-            for other in ahead:
-                other.gather()
-            unit.wait()
-            unit.show()
+        # Recomputation under activation checkpointing: backward's own order leads.
+        backward = versions.inside_backward()
+        self._bring(unit, self.backward_order if backward else self.forward_order)
+
+    def _bring(self, unit: Unit, order: Order) -> None:
+        ahead = order.visit(unit)
+        unit.gather()
+        for other in ahead:
+            other.gather()
+        unit.wait()
+        unit.show()
 
     def after_forward(self, unit: Unit) -> None:
         """Hide the unit, and free it unless the Plan keeps it."""
@@ -147,14 +148,10 @@ class Engine:
         versions.call_after_backward(self.end_backward)
 
     def before_backward(self, unit: Unit) -> None:
-        """Gather the unit and those the order expects next; show it."""
-        ahead = self.backward_order.visit(unit)
-        unit.gather()
-        for other in ahead:
-            other.gather()
-        unit.wait()
-        # Checkpointing inside a unit's own forward recomputes with what hangs in the modules now.
-        unit.show()
+        """Gather the unit and those the order expects next; show it, because checkpointing inside a
+        unit's own forward recomputes with what hangs in the modules now.
+        """
+        self._bring(unit, self.backward_order)
 
     def gradient_arrived(self, unit: Unit) -> None:
         """All gradients of the unit, or those of all its inputs, are complete: when both are, its
