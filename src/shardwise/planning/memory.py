@@ -169,7 +169,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         ("", "gradient accumulators", kept.accumulators),
         ("peak per rank", "full parameters", kept.full),
         ("", "reduce slots", kept.slots),
-        (f"sent per step of {micro_batches}", "all-gather", sent.all_gather),
+        (f"sent, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}", "all-gather", sent.all_gather),
         ("", "reduce-scatter", sent.reduce_scatter),
         ("", "all-reduce", sent.all_reduce),
     ]  # fmt: skip
