@@ -162,6 +162,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         f"  {count:,} parameters in {len(plan.units)} units; kept as {_name(own)}, computed in "
         f"{_name(compute)}, reduced in {_name(reduce)}"
     )
+    batches = "micro-batch" if micro_batches == 1 else "micro-batches"
     table = [
         ("kept per rank", "master parameters", kept.master),
         ("", "gradients", kept.gradients),
@@ -169,7 +170,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         ("", "gradient accumulators", kept.accumulators),
         ("peak per rank", "full parameters", kept.full),
         ("", "reduce slots", kept.slots),
-        (f"sent, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}", "all-gather", sent.all_gather),
+        (f"sent, {micro_batches} {batches}", "all-gather", sent.all_gather),
         ("", "reduce-scatter", sent.reduce_scatter),
         ("", "all-reduce", sent.all_reduce),
     ]  # fmt: skip
