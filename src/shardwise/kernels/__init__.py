@@ -1,0 +1,1 @@
+"""Kernels and their plain references. Imports nothing else of shardwise."""

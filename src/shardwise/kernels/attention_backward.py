@@ -1,0 +1,290 @@
+# mypy: ignore-errors
+"""The backward kernels: probabilities are made again from the log-sum-exp, nothing is M x N.
+
+With p = exp2(s - lse) and dp = do v^T, the gradient of the scores is ds = p * (dp - delta), where
+`delta` is the row sum of o * do; then dv = p^T do, dk = ds^T q and dq = ds k. There are two ways to
+arrange that, neither with atomics, so each gives the same bits every time:
+
+recompute  `dkdv_kernel` gives one program a block of keys and walks the queries, `dq_kernel` one
+           program a block of queries and walks the keys. Both make s and dp: seven products where
+           the mathematics needs five. No memory but the results.
+stash      The queries go in chunks. For each chunk `dkdv_kernel` also writes ds to a workspace of
+           keys x (queries of a chunk), and `dq_from_stash_kernel` multiplies it by k: five
+           products. dk and dv pass from chunk to chunk in fp32. The workspace has a fixed budget,
+           so memory stays linear in the sequence.
+
+The scores of `dkdv_kernel` are transposed, s_NM: p and ds are then left operands of the products
+that follow, and stay in registers.
+"""
+
+import triton
+import triton.language as tl
+
+from shardwise.kernels.attention_tiles import (
+    ANY_INTEGER,
+    keys_of,
+    load_line,
+    load_rows,
+    product,
+    queries_of,
+    segment_bounds,
+    store_rows,
+    visible,
+)
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def delta_kernel(
+    o, do, delta, o_strides, do_strides, delta_stride, H, M, D,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """delta = row sums of o * do, in fp32."""
+    head = tl.program_id(1)
+    b = head // H
+    h = head % H
+    m0 = tl.program_id(0) * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
+    o_MD = load_rows(o, b, h, m0, M, D, o_strides, BLOCK_M, BLOCK_D, False, False, False)
+    do_MD = load_rows(do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, False, False, False)
+    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * delta_stride + m, delta_M, mask=m < M)
+
+
+@triton.jit
+def _walk_queries(
+    dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids, stash, stash_head, chunk_lo,
+    b, h, head, n0, lo, hi, M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
+    PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    STASH: tl.constexpr, EVEN_M: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries [lo, hi) of one head give to dk and dv."""
+    for m0 in tl.range(lo, hi, BLOCK_M):
+        m0 = tl.multiple_of(m0, BLOCK_M)
+        q_MD = load_rows(q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, EVEN_M, EVEN_D)
+        lse_M = load_line(lse, head, m0, M, line_stride, BLOCK_M, TMA)
+        s_NM = product(k_ND, q_MD.T, None, PRECISION)
+        p_NM = tl.exp2(s_NM * scale_log2 - lse_M[None, :])
+        if PARTIAL:
+            m = m0 + tl.arange(0, BLOCK_M)
+            n = n0 + tl.arange(0, BLOCK_N)
+            seen = visible(m[None, :], n[:, None], N, window, CAUSAL, WINDOW)
+            if SEGMENTS:
+                ids_M = tl.load(q_ids + m, mask=m < M, other=0)
+                seen = seen & (ids_M[None, :] == ids_N[:, None])
+            p_NM = tl.where(seen, p_NM, 0.0)
+        do_MD = load_rows(do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, TMA, EVEN_M, EVEN_D)
+        dv_ND = product(p_NM.to(do_MD.dtype), do_MD, dv_ND, PRECISION)
+        delta_M = load_line(delta, head, m0, M, line_stride, BLOCK_M, TMA)
+        dp_NM = product(v_ND, do_MD.T, None, PRECISION)
+        ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
+        dk_ND = product(ds_NM, q_MD, dk_ND, PRECISION)
+        if STASH:
+            stash.store([stash_head, n0, m0 - chunk_lo], ds_NM.reshape([1, BLOCK_N, BLOCK_M]))
+    return dk_ND, dv_ND
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def dkdv_kernel(
+    q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last, stash, dk_sum, dv_sum,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
+    scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    STASH: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys, summed over the query heads that share it.
+
+    `heads` counts key/value heads from `head_lo` on. With `STASH` only the queries
+    [chunk_lo, chunk_hi) are walked: the sums come from and go to `dk_sum` and `dv_sum` until the
+    last chunk, which writes dk and dv.
+    """
+    # Under a causal mask early keys have the most queries: they go first.
+    place = tl.program_id(0)
+    head = head_lo + place % heads
+    n0 = place // heads * BLOCK_N
+    b = head // (H // GROUP)
+    g = head % (H // GROUP)
+    n = n0 + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+
+    lo, full_lo, full_hi, hi = queries_of(n0, M, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    ids_N = n
+    if SEGMENTS:  # every tile counts as partial
+        row = b.to(tl.int64) * N
+        ids_N = tl.load(k_ids + row + n, mask=n < N, other=0)
+        lo, hi = segment_bounds(first, last, n, row, N, M, lo, hi, BLOCK_M)
+        full_lo = hi
+        q_ids += b.to(tl.int64) * M
+
+    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    sums = ((place % heads).to(tl.int64) * N + n[:, None]) * BLOCK_D + d[None, :]
+    if STASH:
+        kept = tl.where(chunk_lo > lo, N, 0)  # nothing yet if this chunk is the block's first
+        dk_ND = tl.load(dk_sum + sums, mask=n[:, None] < kept, other=0.0)
+        dv_ND = tl.load(dv_sum + sums, mask=n[:, None] < kept, other=0.0)
+        lo = tl.maximum(lo, chunk_lo)
+        hi = tl.minimum(hi, chunk_hi)
+        full_lo = tl.minimum(tl.maximum(full_lo, chunk_lo), tl.maximum(hi, lo))
+        full_hi = tl.minimum(full_hi, chunk_hi)
+
+    k_ND = load_rows(k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D)
+    v_ND = load_rows(v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D)
+    for i in range(GROUP):
+        h = g * GROUP + i
+        q_head = b * H + h
+        stash_head = place % heads * GROUP + i
+        # The full tiles go first: with a masked loop ahead of them ptxas serialises every product
+        # of both loops (its note C7515).
+        if not SEGMENTS:
+            dk_ND, dv_ND = _walk_queries(
+                dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids,
+                stash, stash_head, chunk_lo, b, h, q_head, n0, full_lo, full_hi,
+                M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
+                False, CAUSAL, WINDOW, SEGMENTS, STASH, EVEN_M, EVEN_D,
+                BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+            )  # fmt: skip
+        if CAUSAL or WINDOW or SEGMENTS:
+            dk_ND, dv_ND = _walk_queries(
+                dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids,
+                stash, stash_head, chunk_lo, b, h, q_head, n0, lo, full_lo,
+                M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
+                True, CAUSAL, WINDOW, SEGMENTS, STASH, EVEN_M, EVEN_D,
+                BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+            )  # fmt: skip
+        if WINDOW and not SEGMENTS:
+            dk_ND, dv_ND = _walk_queries(
+                dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids,
+                stash, stash_head, chunk_lo, b, h, q_head, n0, full_hi, hi,
+                M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
+                True, CAUSAL, WINDOW, SEGMENTS, STASH, EVEN_M, EVEN_D,
+                BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+            )  # fmt: skip
+
+    done = True
+    if STASH:
+        done = chunk_hi >= M
+        if chunk_hi < M:
+            tl.store(dk_sum + sums, dk_ND, mask=n[:, None] < N)
+            tl.store(dv_sum + sums, dv_ND, mask=n[:, None] < N)
+    if done:
+        dk_out = (dk_ND * scale).to(k_ND.dtype)
+        store_rows(dk, dk_out, b, g, n0, N, D, dk_strides, BLOCK_N, BLOCK_D, TMA)
+        dv_out = dv_ND.to(v_ND.dtype)
+        store_rows(dv, dv_out, b, g, n0, N, D, dv_strides, BLOCK_N, BLOCK_D, TMA)
+
+
+@triton.jit
+def _walk_keys(
+    dq_MD, q_MD, do_MD, lse_M, delta_M, ids_M, k, v, k_ids, b, g, m0, lo, hi, N, D, window,
+    scale_log2, k_strides, v_strides,
+    PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys [lo, hi) give to dq."""
+    for n0 in tl.range(lo, hi, BLOCK_N):
+        n0 = tl.multiple_of(n0, BLOCK_N)
+        k_ND = load_rows(k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D)
+        v_ND = load_rows(v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D)
+        s_MN = product(q_MD, k_ND.T, None, PRECISION)
+        dp_MN = product(do_MD, v_ND.T, None, PRECISION)
+        p_MN = tl.exp2(s_MN * scale_log2 - lse_M[:, None])
+        if PARTIAL:
+            m = m0 + tl.arange(0, BLOCK_M)
+            n = n0 + tl.arange(0, BLOCK_N)
+            seen = visible(m[:, None], n[None, :], N, window, CAUSAL, WINDOW)
+            if SEGMENTS:
+                ids_N = tl.load(k_ids + n, mask=n < N, other=0)
+                seen = seen & (ids_M[:, None] == ids_N[None, :])
+            p_MN = tl.where(seen, p_MN, 0.0)
+        ds_MN = (p_MN * (dp_MN - delta_M[:, None])).to(k_ND.dtype)
+        dq_MD = product(ds_MN, k_ND, dq_MD, PRECISION)
+    return dq_MD
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def dq_kernel(
+    q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+    q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
+    scale, scale_log2, heads, H, M, N, D, window,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries of one head; `lse` and `delta` are pointers also with TMA."""
+    place = tl.program_id(0)
+    head = place % heads
+    m0 = (tl.cdiv(M, BLOCK_M) - 1 - place // heads) * BLOCK_M
+    b = head // H
+    h = head % H
+    g = h // GROUP
+
+    m = m0 + tl.arange(0, BLOCK_M)
+    lse_M = load_line(lse, head, m0, M, line_stride, BLOCK_M, False)
+    delta_M = load_line(delta, head, m0, M, line_stride, BLOCK_M, False)
+    q_MD = load_rows(q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D)
+    do_MD = load_rows(do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D)
+    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    ids_M = m
+    lo, full_lo, full_hi, hi = keys_of(m0, N, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if SEGMENTS:
+        row = b.to(tl.int64) * M
+        ids_M = tl.load(q_ids + row + m, mask=m < M, other=0)
+        lo, hi = segment_bounds(first, last, m, row, M, N, lo, hi, BLOCK_N)
+        full_lo = hi
+        k_ids += b.to(tl.int64) * N
+
+    if WINDOW or SEGMENTS:
+        dq_MD = _walk_keys(
+            dq_MD, q_MD, do_MD, lse_M, delta_M, ids_M, k, v, k_ids, b, g, m0, lo, full_lo,
+            N, D, window, scale_log2, k_strides, v_strides,
+            True, CAUSAL, WINDOW, SEGMENTS, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+        )  # fmt: skip
+    if not SEGMENTS:
+        dq_MD = _walk_keys(
+            dq_MD, q_MD, do_MD, lse_M, delta_M, ids_M, k, v, k_ids, b, g, m0, full_lo, full_hi,
+            N, D, window, scale_log2, k_strides, v_strides,
+            False, CAUSAL, WINDOW, SEGMENTS, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+        )  # fmt: skip
+        if CAUSAL or WINDOW or not EVEN_N:
+            dq_MD = _walk_keys(
+                dq_MD, q_MD, do_MD, lse_M, delta_M, ids_M, k, v, k_ids, b, g, m0, full_hi, hi,
+                N, D, window, scale_log2, k_strides, v_strides,
+                True, CAUSAL, WINDOW, SEGMENTS, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+            )  # fmt: skip
+    dq_MD = (dq_MD * scale).to(q_MD.dtype)
+    store_rows(dq, dq_MD, b, h, m0, M, D, dq_strides, BLOCK_M, BLOCK_D, TMA)
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def dq_from_stash_kernel(
+    stash, k, dq, scale, head_lo, heads, H, N, chunk_lo,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries of a chunk, from the transposed ds that the stash holds.
+
+    All three sources are descriptors; `heads` counts query heads from `head_lo` on.
+    """
+    place = tl.program_id(0)
+    head = head_lo + place % heads
+    b = head // H
+    h = head % H
+    column = (tl.num_programs(0) // heads - 1 - place // heads) * BLOCK_M
+    m0 = chunk_lo + column
+    hi = N
+    if CAUSAL:
+        # No tile above the diagonal was written; those on it hold zeros where masked.
+        hi = tl.minimum(N, m0 + BLOCK_M)
+    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for n0 in tl.range(0, hi, BLOCK_N):
+        ds_NM = stash.load([place % heads, n0, column]).reshape([BLOCK_N, BLOCK_M])
+        k_ND = k.load([b, h // GROUP, n0, 0]).reshape([BLOCK_N, BLOCK_D])
+        dq_MD = product(ds_NM.T, k_ND, dq_MD, "tf32")
+    dq_MD = (dq_MD * scale).to(k.dtype)
+    dq.store([b, h, m0, 0], dq_MD.reshape([1, 1, BLOCK_M, BLOCK_D]))

@@ -1,0 +1,114 @@
+"""The custom ops `shardwise::attention` and `shardwise::attention_backward`.
+
+torch.compile takes each as one node, and knows its results' shapes without running it. Registered
+through the plain library interface: a call costs a third of what `torch.library.custom_op` adds,
+and small attentions are bound by the calls.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.attention_layout import new_like, new_lines
+from shardwise.kernels.attention_reference import tiled_backward, tiled_forward
+
+LN2 = math.log(2)
+MASK = (
+    "Tensor? q_ids, Tensor? k_ids, bool causal, float scale, int? window, str precision, "
+    "bool triton"
+)
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    f"attention(Tensor q, Tensor k, Tensor v, {MASK}) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, "
+    f"{MASK}) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    precision: str,
+    triton: bool,
+) -> tuple[Tensor, Tensor]:
+    """o and the base-2 log-sum-exp of (batch, heads, seq, dim) inputs."""
+    if triton:
+        from shardwise.kernels import attention_launch as launch
+
+        return launch.forward(q, k, v, launch.Mask(causal, scale, window, q_ids, k_ids), precision)
+    o, lse = tiled_forward(
+        q, k, v, causal=causal, scale=scale, window=window, q_ids=q_ids, k_ids=k_ids
+    )
+    return new_like(q).copy_(o), new_lines(q).copy_(lse / LN2)
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    precision: str,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv."""
+    if triton:
+        from shardwise.kernels import attention_launch as launch
+
+        mask = launch.Mask(causal, scale, window, q_ids, k_ids)
+        return launch.backward(q, k, v, o, lse, do, mask, precision)
+    dq, dk, dv = tiled_backward(
+        q, k, v, o, lse * LN2, do, causal=causal, scale=scale, window=window,
+        q_ids=q_ids, k_ids=k_ids,
+    )  # fmt: skip
+    return new_like(q).copy_(dq), new_like(k).copy_(dk), new_like(v).copy_(dv)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_ids, k_ids, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, q_ids, k_ids)
+    ctx.options = options
+
+
+def _differentiate(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
+    *saved, q_ids, k_ids = ctx.saved_tensors
+    grads = attention_backward_op(*saved, do, q_ids, k_ids, *ctx.options)
+    return (*grads, *[None] * 7)
+
+
+_library.impl("attention", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardwise::attention", lambda q, *_: (new_like(q), new_lines(q)), lib=_library
+)
+torch.library.register_fake(
+    "shardwise::attention_backward",
+    lambda q, k, v, *_: (new_like(q), new_like(k), new_like(v)),
+    lib=_library,
+)
+torch.library.register_autograd(
+    "shardwise::attention", _differentiate, setup_context=_save, lib=_library
+)
+
+attention_op = torch.ops.shardwise.attention.default
+attention_backward_op = torch.ops.shardwise.attention_backward.default

@@ -1,0 +1,368 @@
+# mypy: disable-error-code="import-not-found,import-untyped"
+"""`shardwise bench attention`: forward, backward and both, per backend, dtype, width and length.
+
+Three sweeps, named as the tables of the document that they repeat on this GPU:
+
+tables45  batch 8, one head, fp32, not causal: plain attention, eager and compiled
+table7    batch 1, one head, causal, bf16 and fp32: plain attention, Triton, torch's flash, cuDNN
+heads     batch 1, 16 heads, causal, bf16: what a training step of a long context sees
+
+No row without parity: a backend is first compared with float64 on a short sequence of the same
+dtype and width. Times are medians by `triton.testing.do_bench`, which empties the cache between
+calls. TFLOP/s count the products that the mathematics needs (2 forward, 5 backward), half of them
+under a causal mask; the fraction is of a large matrix product timed in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import UserError, nearest
+from shardwise.kernels.attention import attention
+from shardwise.kernels.attention_reference import plain_attention
+from shardwise.measurement.attention_seed import TABLE_4, TABLE_5, TABLE_7, numbers
+from shardwise.measurement.benchmark import describe_environment
+
+SWEEPS = ("heads", "table7", "tables45")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+PARITY = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-5}
+PARITY_LENGTH = 300  # not a multiple of any block
+PASSES = ("forward", "backward", "both")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to be: a backend on a shape."""
+
+    sweep: str
+    backend: str  # plain, compiled, triton, flash, cudnn, efficient
+    kind: str  # bf16, fp32, or tf32: fp32 with products of 10 bits
+    batch: int
+    heads: int
+    seq: int
+    dim: int
+    causal: bool
+
+    @property
+    def key(self) -> str:
+        return "/".join(str(value) for value in asdict(self).values())
+
+    def flops(self, name: str) -> float:
+        products = {"forward": 2, "backward": 5, "both": 7}[name]
+        pairs = self.seq * self.seq * (0.5 if self.causal else 1.0)
+        return products * 2 * self.batch * self.heads * pairs * self.dim
+
+
+@dataclass
+class Row:
+    """What was measured. Times in ms; bytes are beyond the inputs; `seed` is the document's."""
+
+    case: Case
+    parity: float | None = None
+    ms: dict[str, float] = field(default_factory=dict)
+    tflops: dict[str, float] = field(default_factory=dict)
+    of_ceiling: dict[str, float] = field(default_factory=dict)
+    saved_bytes: int | None = None  # held between forward and backward
+    peak_bytes: int | None = None
+    seed: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def seed_figures(case: Case) -> dict[str, float]:
+    """The document's figures for this row, in ms and GB; empty if it has none."""
+    if case.sweep == "tables45" and case.backend in ("plain", "compiled"):
+        table = TABLE_4 if case.backend == "plain" else TABLE_5
+        for dim, seq, forward, backward, *memory in numbers(table):
+            if (dim, seq) == (case.dim, case.seq):
+                figures = {"forward": forward * 1e3, "backward": backward * 1e3}
+                return figures | ({"memory_gb": memory[0]} if memory else {})
+    if case.sweep == "table7" and case.backend in ("plain", "triton"):
+        for seq, dim, mixed, *times in numbers(TABLE_7):
+            if (seq, dim, bool(mixed)) == (case.seq, case.dim, case.kind == "bf16"):
+                own = times[case.backend == "triton" :: 2]
+                return dict(zip(PASSES, own, strict=True))
+    return {}
+
+
+def make_cases(sweeps: tuple[str, ...], quick: bool) -> list[Case]:
+    cases: list[Case] = []
+    lengths: tuple[int, ...]
+    if "heads" in sweeps:
+        lengths = (128,) if quick else (8192, 16384, 32768, 65536)
+        for dim in (128, 64):
+            for seq in lengths:
+                for backend in ("triton", "flash", "cudnn"):
+                    cases.append(Case("heads", backend, "bf16", 1, 16, seq, dim, True))
+    if "table7" in sweeps:
+        lengths = (128,) if quick else (128, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
+        choices = [("bf16", b) for b in ("plain", "triton", "flash", "cudnn")]
+        choices += [(kind, b) for kind in ("fp32", "tf32") for b in ("plain", "triton")]
+        choices += [("fp32", "efficient")]
+        for seq in lengths:
+            for dim in (16,) if quick else (16, 32, 64, 128):
+                for kind, backend in choices:
+                    cases.append(Case("table7", backend, kind, 1, 1, seq, dim, True))
+    if "tables45" in sweeps:
+        for dim in (16,) if quick else (16, 32, 64, 128):
+            for seq in (128,) if quick else (256, 1024, 4096, 8192, 16384):
+                for backend in ("plain", "compiled", "triton"):
+                    cases.append(Case("tables45", backend, "fp32", 8, 1, seq, dim, False))
+    return cases
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention as one writes it first."""
+    s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        place = torch.arange(q.shape[-2], device=q.device)
+        s = s.masked_fill(place[:, None] < place, -math.inf)
+    return torch.softmax(s, dim=-1) @ v
+
+
+class Bench:
+    """One run: its device, its compiled function, its ceilings, and parities already found."""
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.compiled = torch.compile(eager)
+        self.parities: dict[tuple[str, str, int, bool], float] = {}
+        self.ceilings = {kind: self.ceiling(kind) for kind in DTYPES}
+
+    def ceiling(self, kind: str) -> float:
+        """TFLOP/s of a large square matrix product."""
+        size = 256 if self.quick else 8192
+        a, b = (torch.randn(size, size, device=self.device, dtype=DTYPES[kind]) for _ in range(2))
+        with _tf32(kind == "tf32"):
+            return 2 * size**3 / self.median_ms(lambda: a @ b) / 1e9
+
+    def median_ms(self, call: Callable[[], Any]) -> float:
+        if self.device == "cuda":
+            from triton.testing import do_bench
+
+            return float(do_bench(call, warmup=25, rep=100, return_mode="median"))
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times)
+
+    def function(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        if case.backend == "plain":
+            return lambda q, k, v: eager(q, k, v, case.causal)
+        if case.backend == "compiled":
+            return lambda q, k, v: self.compiled(q, k, v, case.causal)
+        backend = case.backend if self.device == "cuda" else "reference"
+        precision = "tf32" if case.kind == "tf32" else "fp32"
+        return lambda q, k, v: attention(
+            q, k, v, causal=case.causal, backend=backend, precision=precision
+        )
+
+    def inputs(self, case: Case, seq: int) -> list[Tensor]:
+        size = (case.batch, case.heads, seq, case.dim)
+        made = [torch.randn(size, device=self.device, dtype=DTYPES[case.kind]) for _ in range(4)]
+        return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
+
+    def parity(self, case: Case) -> float:
+        """The largest relative error of o, dq, dk, dv against float64, on a short sequence."""
+        key = (case.backend, case.kind, case.dim, case.causal)
+        if key not in self.parities:
+            *qkv, do = self.inputs(case, 32 if self.quick else PARITY_LENGTH)
+            o = self.function(case)(*qkv)
+            got = (o, *torch.autograd.grad(o, qkv, do))
+            wide = [x.detach().double().requires_grad_() for x in qkv]
+            o = plain_attention(*wide, causal=case.causal)
+            wanted = (o, *torch.autograd.grad(o, wide, do.double()))
+            gaps = [
+                ((a.double() - b).norm() / b.norm()).item()
+                for a, b in zip(got, wanted, strict=True)
+            ]
+            self.parities[key] = math.nan if any(map(math.isnan, gaps)) else max(gaps)
+        return self.parities[key]
+
+    def measure(self, case: Case) -> Row:
+        row = Row(case, seed=seed_figures(case))
+        try:
+            with _tf32(case.kind == "tf32"):
+                row.parity = self.parity(case)
+                if row.parity <= PARITY[case.kind]:
+                    self.fill(row)
+                else:
+                    row.failure = f"differs from float64 by {row.parity:.1e}: not timed"
+        except torch.OutOfMemoryError:
+            row.failure = "out of memory"
+        except (RuntimeError, ValueError) as failure:
+            row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return row
+
+    def fill(self, row: Row) -> None:
+        case, call = row.case, self.function(row.case)
+        *qkv, do = self.inputs(case, case.seq)
+        if self.device == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            o = call(*qkv)
+            row.saved_bytes = torch.cuda.memory_allocated() - before
+            torch.autograd.grad(o, qkv, do)
+            row.peak_bytes = torch.cuda.max_memory_allocated() - before
+            del o
+        row.ms["forward"] = self.median_ms(lambda: call(*qkv))
+        row.ms["both"] = self.median_ms(lambda: torch.autograd.grad(call(*qkv), qkv, do))
+        if case.backend == "compiled":  # its backward frees what it read: it runs once per forward
+            row.ms["backward"] = row.ms["both"] - row.ms["forward"]
+        else:
+            o = call(*qkv)
+            row.ms["backward"] = self.median_ms(
+                lambda: torch.autograd.grad(o, qkv, do, retain_graph=True)
+            )
+        row.tflops = {name: case.flops(name) / ms / 1e9 for name, ms in row.ms.items()}
+        ceiling = self.ceilings[case.kind]
+        row.of_ceiling = {name: value / ceiling for name, value in row.tflops.items()}
+
+
+class _tf32:
+    """Let torch's own fp32 products use tf32, or not."""
+
+    def __init__(self, allow: bool) -> None:
+        self.allow = allow
+
+    def __enter__(self) -> None:
+        self.before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.allow
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self.before
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """TFLOP/s of forward + backward against the sequence length, a panel per dtype and width."""
+    from plotly.graph_objects import Figure, Scatter
+    from plotly.subplots import make_subplots
+
+    timed = [r for r in rows if "both" in r["tflops"]]
+    panels = sorted({(r["case"]["sweep"], r["case"]["kind"], r["case"]["dim"]) for r in timed})
+    if not panels:
+        return
+    titles = [f"{sweep}, {kind}, dim {dim}" for sweep, kind, dim in panels]
+    figure: Figure = make_subplots(rows=-(-len(panels) // 2), cols=2, subplot_titles=titles)
+    colours = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"]
+    names = sorted({r["case"]["backend"] for r in timed})
+    for i, panel in enumerate(panels):
+        for name in names:
+            points = sorted(
+                (r["case"]["seq"], r["tflops"]["both"])
+                for r in timed
+                if (r["case"]["sweep"], r["case"]["kind"], r["case"]["dim"]) == panel
+                and r["case"]["backend"] == name
+            )
+            if points:
+                x, y = zip(*points, strict=True)
+                line = {"color": colours[names.index(name) % len(colours)]}
+                figure.add_trace(
+                    Scatter(x=x, y=y, name=name, line=line, legendgroup=name,
+                            showlegend=not any(t.name == name for t in figure.data)),
+                    row=i // 2 + 1, col=i % 2 + 1,
+                )  # fmt: skip
+    figure.update_xaxes(type="log", title="sequence length")
+    figure.update_yaxes(title="TFLOP/s, forward + backward")
+    figure.update_layout(height=330 * -(-len(panels) // 2), template="plotly_white")
+    figure.write_html(path, include_plotlyjs="cdn")
+
+
+def print_row(row: Row) -> None:
+    case = row.case
+    words = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
+    words += f"{case.backend:10}"
+    if row.failure is not None:
+        print(words + row.failure, flush=True)
+        return
+    for name in PASSES:
+        seed = f"({row.seed[name]:.3f})" if name in row.seed else ""
+        words += f"{row.ms[name]:10.3f} {seed:>10}"
+    peak = f"{row.peak_bytes / 2**20:.0f} MiB" if row.peak_bytes is not None else ""
+    print(
+        words + f"{row.tflops['both']:8.1f} TFLOP/s {row.of_ceiling['both']:5.0%}  {peak}",
+        flush=True,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot here (HTML)")
+    parser.add_argument(
+        "--sweeps", default=",".join(SWEEPS), metavar="A,B", help="default: %(default)s"
+    )
+    parser.add_argument("--budget", type=float, metavar="S", help="start no row after S seconds")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows that FILE has; with --plot and no GPU, only draw them",
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: figures mean nothing")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check the choices, measure row by row, write the JSON after each, draw the plot."""
+    sweeps = tuple(arguments.sweeps.split(","))
+    for name in sweeps:
+        if name not in SWEEPS:
+            raise UserError(f"unknown sweep {name!r}{nearest(name, SWEEPS)}")
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}")
+    rows: list[dict[str, Any]] = []
+    if arguments.resume and arguments.json is not None and arguments.json.exists():
+        rows = json.loads(arguments.json.read_text())["rows"]
+    if not torch.cuda.is_available() and not arguments.quick:
+        if rows and arguments.plot is not None:  # measured elsewhere, drawn here
+            draw(rows, arguments.plot)
+            return
+        raise UserError("this needs a CUDA device (--quick runs every path without one)")
+    done = {Case(**row["case"]).key for row in rows}
+    bench = Bench(arguments.quick)
+    facts = {"environment": describe_environment(), "ceilings_tflops": bench.ceilings}
+    print(f"ms of {', '.join(PASSES)}, the document's in brackets; ceilings {bench.ceilings}")
+    began = time.monotonic()
+    for case in make_cases(sweeps, arguments.quick):
+        if case.key in done:
+            continue
+        if arguments.budget is not None and time.monotonic() - began > arguments.budget:
+            print("the time is up; --resume continues")
+            break
+        row = bench.measure(case)
+        print_row(row)
+        rows.append(asdict(row))
+        if arguments.json is not None:
+            command = "shardwise " + " ".join(sys.argv[1:])
+            content = {**facts, "command": command, "rows": rows}
+            arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    if arguments.plot is not None:
+        draw(rows, arguments.plot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times attention, backend against backend.")
+    add_arguments(parser)
+    try:
+        run(parser.parse_args())
+    except UserError as error:
+        sys.exit(f"bench attention: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Attention on a GPU, against float64: every kernel, fresh random inputs, poisoned results.
+
+Needs no pytest where there is none: `python -m tests.gpu.test_attention` runs the same cases, eight
+processes at a time because most of the work is compiling.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import active_children, get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.kernels.attention import attention
+from shardwise.kernels.attention_backends import choose
+from shardwise.kernels.attention_configs import Backward, Stash, Tiles
+from shardwise.kernels.attention_reference import plain_attention
+
+try:
+    import pytest
+except ImportError:  # a GPU machine without test tools
+    pytest = None  # type: ignore[assignment]
+
+LIMIT = 240  # seconds for all jobs together
+BOUNDS = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-5, "tf32": 1e-3}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+}
+
+RECOMPUTE = Backward(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2))
+STASH = Stash(Tiles(128, 128, 8, 3), chunk=512, bytes=64 << 20, min_heads=1)
+WITH_STASH = Backward(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2), STASH)
+HOPPER = Backward(Tiles(64, 128, 4, 2, hopper=True), Tiles(128, 64, 8, 2))
+HOPPER_STASH = Backward(Tiles(64, 128, 4, 2, hopper=True), Tiles(128, 64, 8, 2), STASH)
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: str = "bf16"
+    B: int = 1
+    H: int = 4
+    G: int = 2
+    M: int = 1000
+    N: int = 1000
+    D: int = 128
+    causal: bool = True
+    window: int | None = None
+    segments: bool = False
+    transposed: bool = False  # (batch, seq, heads, dim) in memory
+    forward: Tiles | None = None  # None: what the tables say
+    backward: Backward | None = None
+
+
+CASES = {
+    "bf16": Shape(M=1024, N=1024),
+    "bf16-ragged": Shape(),
+    "bf16-full": Shape(causal=False),
+    "bf16-full-even": Shape(M=1024, N=512, causal=False),
+    "bf16-lengths": Shape(M=500, N=1300),
+    "bf16-more-queries": Shape(M=1300, N=500),
+    "bf16-one-query": Shape(M=1, N=777, causal=False),
+    "bf16-16": Shape(D=16),
+    "bf16-32": Shape(D=32),
+    "bf16-64": Shape(D=64),
+    "bf16-80": Shape(D=80),
+    "bf16-100": Shape(D=100, M=300, N=300),
+    "bf16-256": Shape(D=256),
+    "bf16-window": Shape(window=200),
+    "bf16-window-full": Shape(window=200, causal=False),
+    "bf16-window-empty": Shape(M=1300, N=300, window=200),
+    "bf16-segments": Shape(B=2, segments=True),
+    "bf16-segments-window": Shape(B=2, segments=True, window=100, causal=False),
+    "bf16-transposed": Shape(B=2, transposed=True),
+    "bf16-pointers": Shape(forward=Tiles(128, 64, 8, 2, tma=False),
+                           backward=Backward(Tiles(64, 64, 4, 2, tma=False),
+                                             Tiles(64, 64, 4, 2, tma=False))),
+    "bf16-persistent": Shape(forward=Tiles(128, 128, 8, 2, persistent=True), backward=RECOMPUTE),
+    "bf16-stash": Shape(M=1800, N=1800, backward=WITH_STASH),
+    "bf16-stash-full": Shape(M=1300, N=700, causal=False, backward=WITH_STASH),
+    "bf16-stash-lengths": Shape(M=700, N=1300, backward=WITH_STASH),
+    "fp16": Shape("fp16"),
+    "fp16-64": Shape("fp16", D=64, causal=False),
+    "fp32": Shape("fp32"),
+    "fp32-16": Shape("fp32", D=16),
+    "fp32-64": Shape("fp32", D=64, M=512, N=512),
+    "fp32-256": Shape("fp32", D=256, H=1, G=1, M=300, N=300),
+    "fp32-window": Shape("fp32", D=64, window=100),
+    "fp32-segments": Shape("fp32", D=64, B=2, segments=True),
+    "tf32": Shape("tf32"),
+    "tf32-64": Shape("tf32", D=64, causal=False),
+    "tf32-256": Shape("tf32", D=256, M=300, N=300),
+    "hopper": Shape(M=1024, N=1024, forward=Tiles(128, 128, 4, 2, hopper=True), backward=HOPPER),
+    "hopper-turns": Shape(forward=Tiles(128, 128, 4, 2, hopper=True, pingpong=True),
+                          backward=HOPPER_STASH),
+    "hopper-full": Shape(M=700, N=1300, causal=False, transposed=True,
+                         forward=Tiles(128, 128, 4, 2, hopper=True, pingpong=True),
+                         backward=HOPPER_STASH),
+    "hopper-lengths": Shape(M=1300, N=700, forward=Tiles(128, 128, 4, 2, hopper=True),
+                            backward=HOPPER_STASH),
+    "hopper-64": Shape("fp16", B=3, D=64, forward=Tiles(128, 128, 4, 3, hopper=True, pingpong=True),
+                       backward=HOPPER_STASH),
+    "hopper-long": Shape(H=16, G=16, M=4096, N=4096,
+                         forward=Tiles(128, 128, 4, 2, hopper=True, pingpong=True),
+                         backward=HOPPER_STASH),
+}  # fmt: skip
+
+
+def make_inputs(shape: Shape, seed: int) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
+    """q, k, v and do, and segment ids."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    sizes = [(shape.H, shape.M), (shape.G, shape.N), (shape.G, shape.N), (shape.H, shape.M)]
+    tensors = []
+    for heads, length in sizes:
+        size = (shape.B, heads, length, shape.D)
+        x = torch.randn(size, generator=random, device="cuda").to(DTYPES[shape.kind])
+        if shape.transposed:
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        tensors.append(x)
+    if not shape.segments:
+        return tensors, None
+    ids = [
+        torch.randint(0, 9, (shape.B, n), generator=random, device="cuda", dtype=torch.int32)
+        for n in (shape.M, shape.N)
+    ]
+    q_ids, k_ids = (x.sort(-1).values for x in ids)
+    return tensors, (q_ids, k_ids)
+
+
+def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
+    """o, dq, dk, dv into tensors that held NaN."""
+    from shardwise.kernels import attention_launch as launch
+
+    q, k, v, do = tensors
+    mask = launch.Mask(shape.causal, 1 / math.sqrt(shape.D), shape.window, *(ids or (None, None)))
+    precision = "tf32" if shape.kind == "tf32" else "fp32"
+    # Under this mode torch fills each new tensor with NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            o, lse = launch.forward(q, k, v, mask, precision, shape.forward)
+            grads = launch.backward(q, k, v, o, lse, do, mask, precision, shape.backward)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.cuda.synchronize()
+    return [o, *grads]
+
+
+def expect(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
+    """o, dq, dk, dv in float64."""
+    *inputs, do = (x.double() for x in tensors)
+    for x in inputs:
+        x.requires_grad_()
+    o = plain_attention(*inputs, causal=shape.causal, window=shape.window, segment_ids=ids)
+    return [o.detach(), *torch.autograd.grad(o, inputs, do)]
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    size = wanted.norm().item()
+    return (got.double() - wanted).norm().item() / (size if size > 1e-9 else wanted.numel() ** 0.5)
+
+
+def run_case(name: str) -> str | None:
+    """Compare one case with float64, and with itself; the complaint, or None."""
+    shape = CASES[name]
+    seed = int.from_bytes(os.urandom(4), "little")
+    tensors, ids = make_inputs(shape, seed)
+    got, again = (run_kernels(shape, tensors, ids) for _ in range(2))
+    wanted = expect(shape, tensors, ids)
+    errors = [error(a, b) for a, b in zip(got, wanted, strict=True)]
+    if not all(e <= BOUNDS[shape.kind] for e in errors):  # NaN fails too
+        return f"errors of o, dq, dk, dv with seed {seed}: {errors}"
+    if not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
+        return f"a second run gave other bits, seed {seed}"
+    return None
+
+
+def run_long(dtype: torch.dtype, length: int) -> str | None:
+    """One long head: runs, in memory linear in the sequence, and the last rows are right."""
+    q, k, v = (
+        torch.randn(1, 1, length, 128, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o = attention(q, k, v, causal=True, backend="triton", precision="tf32")
+    o.backward(torch.ones_like(o))
+    used = torch.cuda.max_memory_allocated() - before
+    # o, do, three gradients, and copies of a few: far below the smallest square matrix.
+    if used > 16 * q.numel() * q.itemsize:
+        return f"{used / 2**20:.0f} MiB for {length} queries of {q.itemsize} bytes x 128"
+    place = torch.arange(length, device="cuda")
+    s = q[..., -128:, :].detach().double() @ k.detach().double().transpose(-1, -2) * 128**-0.5
+    s = s.masked_fill(place > place[-128:, None], -math.inf)
+    wanted = torch.softmax(s, -1) @ v.detach().double()
+    gap = error(o[..., -128:, :].detach(), wanted)
+    return None if gap <= BOUNDS["bf16"] else f"error {gap} in the last rows"
+
+
+def run_public() -> str | None:
+    """Backends agree, torch.compile and checkpointing change nothing, the choice can be forced."""
+    shape = Shape(B=2, H=8, G=2, M=512, N=512)
+    (q, k, v, do), _ = make_inputs(shape, int.from_bytes(os.urandom(4), "little"))
+    for x in (q, k, v):
+        x.requires_grad_()
+    wanted = expect(shape, [x.detach() for x in (q, k, v, do)], None)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, backend="triton")
+
+    variants: dict[str, Any] = {
+        "compiled": torch.compile(call, fullgraph=True),
+        "checkpointed": lambda *x: checkpoint(call, *x, use_reentrant=False),
+    }
+    for backend in ("triton", "flash", "cudnn", "efficient", "math", "sdpa", None):
+        variants[str(backend)] = lambda *x, b=backend: attention(*x, causal=True, backend=b)
+    for name, variant in variants.items():
+        o = variant(q, k, v)
+        got = [o, *torch.autograd.grad(o, (q, k, v), do)]
+        errors = [error(a.detach(), b) for a, b in zip(got, wanted, strict=True)]
+        if not all(e <= BOUNDS["bf16"] for e in errors):
+            return f"{name}: errors of o, dq, dk, dv: {errors}"
+    return None
+
+
+def run_dispatch() -> str | None:
+    """A window goes to a backend that has windows."""
+    from shardwise.kernels.attention_backends import Case
+
+    q = torch.empty(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+    chosen = choose(Case.of(q, q, causal=True, window=True, segments=False, precision="fp32"))
+    return None if chosen == "triton" else f"{chosen} was chosen for a window"
+
+
+JOBS: dict[str, tuple[Any, ...]] = {
+    **{name: (run_case, name) for name in CASES},
+    "long-bf16": (run_long, torch.bfloat16, 65536),
+    "long-bf16-131072": (run_long, torch.bfloat16, 131072),
+    "long-fp32": (run_long, torch.float32, 65536),
+    "public": (run_public,),
+    "dispatch": (run_dispatch,),
+}
+
+
+def run_job(name: str) -> tuple[str | None, float]:
+    function, *arguments = JOBS[name]
+    began = time.monotonic()
+    try:
+        complaint = function(*arguments)
+    except Exception as failure:
+        complaint = f"{type(failure).__name__}: {str(failure)[-300:]}"
+    return complaint, time.monotonic() - began
+
+
+if pytest is not None:
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    @pytest.mark.parametrize("job", JOBS)
+    def test_attention_on_a_gpu(job: str) -> None:
+        function, *arguments = JOBS[job]
+        complaint = function(*arguments)
+        assert complaint is None, complaint
+
+
+def main() -> int:
+    """All jobs without pytest, or those named; the exit code counts the failures."""
+    names = sys.argv[1:] or list(JOBS)
+    failures = 0
+    pool = ProcessPoolExecutor(8, get_context("spawn"))
+    jobs = {pool.submit(run_job, name): name for name in names}
+    waiting = set(names)
+    try:
+        for job in as_completed(jobs, timeout=LIMIT):
+            complaint, seconds = job.result()
+            waiting.discard(jobs[job])
+            failures += complaint is not None
+            print(f"{jobs[job]:22} {complaint or 'ok'} {seconds:.1f} s", flush=True)
+    except TimeoutError:  # a kernel that never ends cannot be interrupted, only left behind
+        print(f"after {LIMIT} s still running: {sorted(waiting)}", flush=True)
+        for process in active_children():
+            process.kill()
+        os._exit(len(waiting))
+    pool.shutdown()
+    print(f"{len(names) - failures} passed, {failures} failed")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

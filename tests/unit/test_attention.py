@@ -1,0 +1,373 @@
+"""Attention on the CPU: the kernels through Triton's interpreter, and all that needs no kernel.
+
+Kernels are interpreted in a process of its own, because Triton decides at import whether they are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.kernels import attention_backends as backends
+from shardwise.kernels.attention import FlashAttention, attention
+from shardwise.kernels.attention_backends import Case, choose, forced
+from shardwise.kernels.attention_ops import attention_op
+from shardwise.kernels.attention_reference import plain_attention, tiled_backward, tiled_forward
+
+# bf16 is cut off, not rounded, by the interpreter.
+BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One case; block sizes are (queries, keys), far smaller than a GPU's, to get many tiles."""
+
+    B: int = 1
+    H: int = 2
+    G: int = 1
+    M: int = 50
+    N: int = 50
+    D: int = 16
+    causal: bool = True
+    window: int | None = None
+    segments: str | None = None  # "packed", "shuffled" or "apart": queries and keys share none
+    dtype: torch.dtype = torch.float32
+    blocks: tuple[int, int] = (16, 16)
+    tma: bool = True
+    persistent: bool = False
+    stash: int = 0  # queries per chunk
+    layout: str = "plain"  # or "transposed": (B, seq, heads, D) in memory; "strided": every second
+    scale: float | None = None
+
+
+CASES = {
+    "even": Shape(M=64, N=64),
+    "ragged": Shape(),
+    "pointers": Shape(tma=False),
+    "full": Shape(causal=False),
+    "full-even": Shape(M=32, N=48, causal=False, tma=False),
+    "more-queries": Shape(M=61, N=37),
+    "more-keys": Shape(M=37, N=61),
+    "more-keys-full": Shape(M=37, N=61, causal=False),
+    "one-query": Shape(M=1, N=40, causal=False),
+    "one-key": Shape(M=40, N=1),
+    "wide-keys": Shape(blocks=(16, 32)),
+    "wide-queries": Shape(blocks=(32, 16)),
+    "width-1": Shape(D=1, tma=False),
+    "width-20": Shape(D=20),
+    "width-33": Shape(D=33, M=33, N=33, tma=False),
+    "width-64": Shape(D=64, M=40, N=40),
+    "width-256": Shape(D=256, M=20, N=20, H=1),
+    "heads": Shape(B=2, H=6, G=2, M=20, N=20),
+    "no-groups": Shape(B=2, H=2, G=2, M=20, N=20),
+    "window": Shape(window=9),
+    "window-1": Shape(window=1),
+    "window-wide": Shape(window=100),
+    "window-full": Shape(window=9, causal=False),
+    "window-pointers": Shape(window=20, causal=False, tma=False, M=33, N=60),
+    "window-empty": Shape(M=60, N=20, window=5),
+    "packed": Shape(B=2, segments="packed"),
+    "packed-full": Shape(B=1, segments="packed", causal=False, tma=False),
+    "packed-lengths": Shape(B=2, segments="packed", M=33, N=60, causal=False),
+    "packed-window": Shape(B=2, segments="packed", window=7, causal=False),
+    "shuffled": Shape(B=2, segments="shuffled"),
+    "apart": Shape(segments="apart"),
+    "fp16": Shape(dtype=torch.float16),
+    "bf16": Shape(dtype=torch.bfloat16, H=4, G=2),
+    "bf16-pointers": Shape(dtype=torch.bfloat16, tma=False, window=20),
+    "transposed": Shape(H=4, G=2, layout="transposed"),
+    "strided": Shape(layout="strided"),
+    "persistent": Shape(B=1, M=70, N=70, persistent=True),
+    "scale": Shape(scale=0.5),
+    "stash": Shape(M=80, N=80, dtype=torch.float16, stash=32),
+    "stash-groups": Shape(B=2, H=4, G=2, M=40, N=40, dtype=torch.bfloat16, stash=32),
+    "stash-full": Shape(M=70, N=50, causal=False, dtype=torch.float16, stash=32),
+    "stash-more-keys": Shape(M=50, N=90, dtype=torch.float16, stash=32),
+    "stash-more-queries": Shape(M=90, N=50, dtype=torch.float16, stash=48),
+    "stash-one-chunk": Shape(M=50, N=50, dtype=torch.float16, stash=128, blocks=(16, 32)),
+}
+
+
+def make_inputs(shape: Shape, seed: int) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
+    """q, k, v and do, and segment ids."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = [(shape.H, shape.M), (shape.G, shape.N), (shape.G, shape.N), (shape.H, shape.M)]
+    tensors = []
+    for heads, length in sizes:
+        x = torch.randn(shape.B, heads, length, 2 * shape.D, generator=random).to(shape.dtype)
+        if shape.layout == "transposed":
+            x = x[..., : shape.D].transpose(1, 2).contiguous().transpose(1, 2)
+        elif shape.layout == "strided":
+            x = x[..., ::2]
+        else:
+            x = x[..., : shape.D].contiguous()
+        tensors.append(x)
+    if shape.segments is None:
+        return tensors, None
+    q_ids = torch.randint(0, 5, (shape.B, shape.M), generator=random, dtype=torch.int32)
+    k_ids = torch.randint(1, 6, (shape.B, shape.N), generator=random, dtype=torch.int32)
+    if shape.segments == "apart":
+        k_ids += 5
+    if shape.segments == "packed":
+        q_ids, k_ids = q_ids.sort(-1).values, k_ids.sort(-1).values
+    return tensors, (q_ids, k_ids)
+
+
+def expect(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
+    """o, dq, dk, dv in float64."""
+    *inputs, do = (x.double() for x in tensors)
+    for x in inputs:
+        x.requires_grad_()
+    o = plain_attention(
+        *inputs, causal=shape.causal, scale=shape.scale, window=shape.window, segment_ids=ids
+    )
+    return [o.detach(), *torch.autograd.grad(o, inputs, do)]
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """Relative to the norm; where zero is wanted, the root mean square. NaN stays NaN."""
+    size = wanted.norm().item()
+    return (got.double() - wanted).norm().item() / (size if size > 1e-9 else wanted.numel() ** 0.5)
+
+
+def interpret(shape: Shape, seed: int) -> list[float]:
+    """Errors of o, dq, dk, dv from the kernels."""
+    from shardwise.kernels import attention_launch as launch
+    from shardwise.kernels.attention_configs import Backward, Stash, Tiles
+
+    torch.set_num_threads(1)
+    # Poison: under this mode torch fills each new tensor with NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    (q, k, v, do), ids = make_inputs(shape, seed)
+    scale = shape.scale if shape.scale is not None else 1 / math.sqrt(shape.D)
+    mask = launch.Mask(shape.causal, scale, shape.window, *(ids or (None, None)))
+    tiles = Tiles(*shape.blocks, tma=shape.tma, persistent=shape.persistent)
+    stash = None
+    if shape.stash:
+        room = 2 * shape.N * shape.stash * shape.H  # all heads of one batch element at a time
+        stash = Stash(Tiles(16, 16), bytes=room, chunk=shape.stash, min_heads=1)
+    o, lse = launch.forward(q, k, v, mask, "fp32", tiles)
+    grads = launch.backward(q, k, v, o, lse, do, mask, "fp32", Backward(tiles, tiles, stash))
+    wanted = expect(shape, [q, k, v, do], ids)
+    return [error(a, b) for a, b in zip([o, *grads], wanted, strict=True)]
+
+
+def interpret_public(compiled: bool) -> list[float]:
+    """`attention` with the Triton backend, its own tiles, perhaps under torch.compile."""
+    shape = Shape(B=2, H=4, G=2, M=33, N=33)
+    (q, k, v, do), _ = make_inputs(shape, 0)
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, backend="triton")
+
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    o = call(q, k, v)
+    got = [o, *torch.autograd.grad(o, (q, k, v), do)]
+    return [error(a, b) for a, b in zip(got, expect(shape, [q, k, v, do], None), strict=True)]
+
+
+def set_interpreted() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    backends.INTERPRETED = True  # that module came with this one, before the variable
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    with ProcessPoolExecutor(1, get_context("spawn"), set_interpreted) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_match_float64(interpreter: ProcessPoolExecutor, name: str) -> None:
+    errors = interpreter.submit(interpret, CASES[name], seed=0).result()
+    assert max(errors) <= BOUNDS[CASES[name].dtype], errors  # NaN fails too
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_public_call_matches_float64(interpreter: ProcessPoolExecutor, compiled: bool) -> None:
+    assert max(interpreter.submit(interpret_public, compiled).result()) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.dtype == torch.float32])
+def test_reference_matches_float64(name: str) -> None:
+    shape = CASES[name]
+    (q, k, v, do), ids = make_inputs(shape, 1)
+    q_ids, k_ids = ids or (None, None)
+    scale = shape.scale if shape.scale is not None else 1 / math.sqrt(shape.D)
+    options: dict[str, Any] = {
+        "causal": shape.causal,
+        "scale": scale,
+        "window": shape.window,
+        "q_ids": q_ids,
+        "k_ids": k_ids,
+        "block": 16,
+    }
+    o, lse = tiled_forward(q, k, v, **options)
+    got = [o, *tiled_backward(q, k, v, o, lse, do, **options)]
+    wanted = expect(shape, [q, k, v, do], ids)
+    assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("backend", ["reference", "math"])
+@pytest.mark.parametrize("name", ["ragged", "heads", "window-empty", "apart", "packed-window"])
+def test_other_backends_match_float64(backend: str, name: str) -> None:
+    shape = CASES[name]
+    (q, k, v, do), ids = make_inputs(shape, 2)
+    for x in (q, k, v):
+        x.requires_grad_()
+    o = attention(
+        q, k, v, causal=shape.causal, window=shape.window, segment_ids=ids, backend=backend
+    )
+    got = [o, *torch.autograd.grad(o, (q, k, v), do)]
+    wanted = expect(shape, [q, k, v, do], ids)
+    assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) <= BOUNDS[torch.float32]
+
+
+def test_three_dimensions_and_what_is_saved() -> None:
+    q, k, v = (torch.randn(2, 30, 16, requires_grad=True) for _ in range(3))
+    o = FlashAttention.apply(q, k, v, True)
+    saved = [tuple(x.shape) for x in o.grad_fn.saved_tensors]
+    assert saved == [(2, 30, 16)] * 4 + [(2, 30)]
+    o.sum().backward()
+    wanted = plain_attention(*(x.detach().double().unsqueeze(1) for x in (q, k, v)), causal=True)
+    assert error(o, wanted.squeeze(1)) <= BOUNDS[torch.float32]
+    assert torch.equal(attention(q, k, v, causal=True, backend="reference"), o)
+
+
+def test_compiles_into_one_graph_and_checkpoints() -> None:
+    q, k, v = (torch.randn(1, 2, 30, 16, requires_grad=True) for _ in range(3))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, backend="reference")
+
+    wanted = torch.autograd.grad(call(q, k, v).sin().sum(), (q, k, v))
+    whole = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for variant in (whole, lambda *x: checkpoint(call, *x, use_reentrant=False)):
+        got = torch.autograd.grad(variant(q, k, v).sin().sum(), (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_op_keeps_its_contract() -> None:
+    q, k, v = (torch.randn(1, 2, 30, 16, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(attention_op, (q, k, v, None, None, True, 0.25, None, "fp32", False))
+
+
+def test_autocast_lowers_the_dtype() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, q, q, causal=True).dtype == torch.bfloat16
+
+
+def test_nothing_to_see_gives_zeros() -> None:
+    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 0, 16)
+    assert torch.equal(attention(q, k, k, causal=False), torch.zeros_like(q))
+    assert attention(k, q, q, causal=True).shape == (1, 2, 0, 16)
+
+
+GOOD = torch.zeros(2, 4, 8, 16)
+BAD: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
+    "dims": (GOOD, GOOD[0], GOOD[0], {}, "for all three"),
+    "flat": (GOOD[0, 0], GOOD[0, 0], GOOD[0, 0], {}, "for all three"),
+    "kv": (GOOD, GOOD, GOOD[:, :, 1:], {}, "same shape"),
+    "batch": (GOOD, GOOD[:1], GOOD[:1], {}, "same batch"),
+    "width": (GOOD, GOOD[..., :8], GOOD[..., :8], {}, "head width"),
+    "heads": (GOOD, GOOD[:, :3], GOOD[:, :3], {}, "multiple of the key/value heads"),
+    "dtype": (GOOD, GOOD.half(), GOOD.half(), {}, "one dtype"),
+    "integers": (GOOD.int(), GOOD.int(), GOOD.int(), {}, "floating-point"),
+    "device": (GOOD, GOOD.to("meta"), GOOD.to("meta"), {}, "one device"),
+    "window": (GOOD, GOOD, GOOD, {"window": 0}, "at least 1"),
+    "scale": (GOOD, GOOD, GOOD, {"scale": 0.0}, "scale must be positive"),
+    "precision": (GOOD, GOOD, GOOD, {"precision": "fp8"}, "unknown precision"),
+    "backend": (GOOD, GOOD, GOOD, {"backend": "fast"}, "unknown attention backend"),
+    "ids-shape": (GOOD, GOOD, GOOD, {"segment_ids": torch.zeros(2, 9).int()}, "(batch, seq)"),
+    "ids-dtype": (GOOD, GOOD, GOOD, {"segment_ids": torch.zeros(2, 8)}, "integers"),
+    "cpu-cudnn": (GOOD, GOOD, GOOD, {"backend": "cudnn"}, "needs CUDA tensors"),
+    "cpu-triton": (GOOD, GOOD, GOOD, {"backend": "triton"}, "cannot serve"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_a_clear_error(name: str) -> None:
+    q, k, v, options, words = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        attention(q, k, v, causal=True, **options)
+    assert words in str(caught.value)
+
+
+def case(**changes: Any) -> Case:
+    facts: dict[str, Any] = {
+        "device": torch.device("cuda"),
+        "dtype": torch.bfloat16,
+        "width": 128,
+        "queries": 4096,
+        "keys": 4096,
+        "causal": True,
+        "masked": False,
+        "precision": "fp32",
+    }
+    return Case(**facts | changes)
+
+
+def test_dispatch_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "HAS_TRITON", True)
+    row = backends.Row(bits=16, min_width=64, min_keys=1024, order=("cudnn", "flash"))
+    monkeypatch.setattr(backends, "TABLE", (row,))
+    assert choose(case()) == "cudnn"
+    assert choose(case(width=200)) == "flash"  # too wide for cudnn
+    assert choose(case(keys=512, queries=512)) == "triton"  # no row: the last resort
+    assert choose(case(masked=True)) == "triton"
+    assert choose(case(keys=8192)) == "triton"  # unequal lengths under a causal mask
+    assert choose(case(dtype=torch.float64, width=512, masked=True)) == "math"
+    assert choose(case(device=torch.device("cpu"))) == "sdpa"
+    assert choose(case(device=torch.device("cpu"), masked=True)) == "math"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose(case()) == "triton"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
+    assert choose(case(masked=True)) == "math"
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        choose(case(), "triton")
+
+
+def test_forcing_a_backend_ends_with_the_block() -> None:
+    with forced("math"):
+        assert choose(case()) == "math"
+        assert choose(case(), "flash") == "flash"  # the caller's own word counts more
+    assert backends._forced is None
+    with pytest.raises(ValueError, match="windows and segments"), forced("flash"):
+        attention(GOOD, GOOD, GOOD, causal=True, window=3)
+
+
+def test_works_without_triton() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import importlib.util as u; u.find_spec = lambda name, *a: None\n"
+        "import torch; from shardwise.kernels.attention import attention, FlashAttention\n"
+        "q = torch.randn(1, 2, 8, 16, requires_grad=True)\n"
+        "attention(q, q, q, causal=True, window=3).sum().backward()\n"
+        "FlashAttention.apply(q, q, q, True).sum().backward()\n"
+        "try: attention(q, q, q, causal=True, backend='triton')\n"
+        "except ValueError as error: assert 'pip install triton' in str(error)\n"
+        "else: raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
