@@ -1,5 +1,7 @@
-"""Where torch versions differ (2.11 to 2.13), and the only place that reaches for names torch keeps
-private.
+"""Where torch versions differ (2.11 to 2.13), and names that torch keeps private and may move.
+
+Three stay where they are used, because they are the thing itself: a module's `_parameters` dict
+(`sharding/unit.py`), its `_compiled_call_impl` (`runtime/hooks.py`), and torch's `_foreach_` calls.
 """
 
 from __future__ import annotations

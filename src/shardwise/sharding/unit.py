@@ -174,11 +174,6 @@ class Unit:
             self._route = self.home
         self.state = State.READY
 
-    def need(self) -> None:
-        """The full parameters, now."""
-        self.gather()
-        self.wait()
-
     def show(self) -> None:
         if not self.is_shown:
             for places, key, shown, _ in self._places:
