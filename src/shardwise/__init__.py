@@ -8,6 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.comms.recording import record
+    from shardwise.planning.describe import describe
+    from shardwise.compat import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+        replace_torch_fully_shard,
+        share_comm_ctx,
+    )
     from shardwise.planning.plan import Plan
     from shardwise.runtime.api import exposed_seconds, shard
     from shardwise.runtime.clip import clip_grad_norm
@@ -17,29 +30,51 @@ if TYPE_CHECKING:
     from shardwise.runtime.state import broadcast, full_state_dict
 
 _HOMES = {
+    "CPUOffloadPolicy": "compat",
+    "DataParallelMeshDims": "compat",
+    "FSDPModule": "compat",
+    "MixedPrecisionPolicy": "compat",
+    "OffloadPolicy": "compat",
     "Plan": "planning.plan",
     "ShardedOptimizer": "runtime.sharded_optimizer",
+    "UnshardHandle": "compat",
     "broadcast": "runtime.state",
     "clip_grad_norm": "runtime.clip",
+    "describe": "planning.describe",
     "exposed_seconds": "runtime.api",
     "full_state_dict": "runtime.state",
+    "fully_shard": "compat",
     "local": "runtime.local",
     "microbatches": "runtime.microbatches",
     "record": "comms.recording",
+    "register_fsdp_forward_method": "compat",
+    "replace_torch_fully_shard": "compat",
     "shard": "runtime.api",
+    "share_comm_ctx": "compat",
 }
 
 __all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Plan",
     "ShardedOptimizer",
+    "UnshardHandle",
     "broadcast",
     "clip_grad_norm",
+    "describe",
     "exposed_seconds",
     "full_state_dict",
+    "fully_shard",
     "local",
     "microbatches",
     "record",
+    "register_fsdp_forward_method",
+    "replace_torch_fully_shard",
     "shard",
+    "share_comm_ctx",
 ]
 __version__ = "0.1.0"
 

@@ -133,7 +133,7 @@ def _optimizer_first(name: str) -> None:
 @pytest.mark.parametrize("name", ("zero1", "zero2", "zero3"))
 def test_an_optimizer_built_before_sharding(two: Ranks, name: str) -> None:
     """Case 19."""
-    told = "AdamW was built before sw.shard and holds the old parameter 'embed.weight'"
+    told = "AdamW was built before sharding and holds the old parameter 'embed.weight'"
     _raises(two, _optimizer_first, name, match=told)
 
 

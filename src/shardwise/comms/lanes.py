@@ -41,6 +41,17 @@ class Lane:
         """Queue what follows on this lane, after what the lane already has."""
         return self._inside
 
+    def aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        """Queue what follows on another stream, in this lane's order, if one is given."""
+        if stream is None or self.stream is None:
+            return _NOTHING
+        return _Aside(self.stream, stream)
+
+    def block_host(self) -> None:
+        """The host waits for all that the lane has."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
     def follow(self, other: Lane) -> None:
         """Queue what follows on this lane after what `other` has."""
         if self.stream is not None and other.stream is not None:
@@ -66,6 +77,36 @@ class Lane:
         began = time.perf_counter()
         handle.wait()
         self.waited += time.perf_counter() - began
+
+
+class Lanes:
+    """The lanes of one engine: gathers, scatters, sums over replicas."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gather, self.scatter, self.replica = Lane(device), Lane(device), Lane(device)
+
+    @property
+    def waited(self) -> float | None:
+        """Host seconds blocked by communication; None where streams wait instead."""
+        if self.gather.ordered:
+            return None
+        return self.gather.waited + self.scatter.waited + self.replica.waited
+
+
+class _Aside:
+    """A stream that runs between two moments of a lane."""
+
+    def __init__(self, lane: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+        self._lane, self._stream = lane, stream
+        self._current = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._stream.wait_stream(self._lane)
+        self._current.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._current.__exit__(*exc)
+        self._lane.wait_stream(self._stream)
 
 
 class _Inside:

@@ -60,15 +60,18 @@ class Group:
             control  # moves small host values; None where no peer exists to answer (a fake group)
         )
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, custom: Any = None) -> Handle:
         """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part
-        of `output`.
+        of `output`. `custom` is called instead of torch.distributed, with torch's AllGather's
+        arguments.
         """
         if self.size == 1:
             if output.data_ptr() != input.data_ptr():
                 output.copy_(input)
             return DONE
         self._note("all_gather", output)
+        if custom is not None:
+            return custom(output, input, self.group, async_op=True) or DONE
         return versions.all_gather(output, input, self.group)
 
     def all_gather_grouped(
@@ -82,9 +85,13 @@ class Group:
                 self.all_gather(output, input)
         return under_way
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
+    ) -> Handle:
         """The sum over ranks of everybody's `input`; this rank gets its equal part of it."""
         self._note("reduce_scatter", input)
+        if custom is not None:
+            return custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True) or DONE
         return versions.reduce_scatter(output, input, self.group)
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:

@@ -6,11 +6,18 @@ Three stay where they are used, because they are the thing itself: a module's `_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 # 2.13 renamed the two calls that take one flat tensor; the old names warn there. Looked up in
 # `dist` at each call, so that whatever wraps them there (an emulated network, a recorder) is met by
@@ -41,6 +48,20 @@ def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> 
     torch._chunk_cat(tensors, 0, ranks, out=output)
 
 
+def never_compiled(function: Call) -> Call:
+    """`function`, run as it is also when what calls it is compiled. (torch.compiler.disable would
+    load the compiler for everybody.)
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Call, call)
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -66,3 +87,45 @@ def supported_devices(group: Any) -> set[str]:
     """Device types that a process group can move, by the backends it was made with."""
     backends = group._device_types
     return {device.type for device in backends}
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, itself and outside autograd; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let a DTensor stand on other memory of the same shape and dtype."""
+    tensor._local_tensor = local
+
+
+def completed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose functional collective, if any, has ended."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of all of them, in order."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """The placement of a tensor that a later axis of its mesh had already cut along `dim`."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts, if it cuts one."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def symmetric_all_gather(group: Any, backend: str) -> Any:
+    """torch's all-gather with buffers of symmetric memory; None where torch has none."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    made = getattr(_fsdp_collectives, "SymmMemAllGather", None)
+    return None if made is None else made(group, backend)

@@ -86,6 +86,7 @@ def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
     shard(model, plan)
     optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
     resolved = engine_of(model).plan
+    assert resolved is not None
     settings = {
         "plan": dataclasses.asdict(dataclasses.replace(resolved, units=None)),
         "units": len(resolved.require_units()),

@@ -9,6 +9,9 @@ pieces moves the whole unit.
 A 0-d parameter has no rows. Every rank keeps it whole (one element each), and the gradient is
 written once for each rank before the reduce-scatter, which then does for it what an all-reduce
 would.
+
+Another dim than 0 can be cut too, evenly. A rank's part is then its slice, contiguous; the whole
+parameter has to be put together from the slices by a copy of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +28,22 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Rows:
-    """The cut of one parameter of `shape` over `ranks`."""
+    """The cut of one parameter of `shape` over `ranks`, along `dim`."""
 
     shape: tuple[int, ...]
     ranks: int
+    dim: int = 0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"a shard group has at least 1 rank, got ranks={self.ranks}")
+        if self.dim and not 0 < self.dim < len(self.shape):
+            raise ValueError(f"a parameter of shape {self.shape} has no dim {self.dim} to cut")
+        if self.dim and self.shape[self.dim] % self.ranks:
+            raise ValueError(
+                f"dim {self.dim} of shape {self.shape} does not divide evenly among {self.ranks} "
+                "ranks; only dim 0 may be cut unevenly"
+            )
 
     @property
     def replicated(self) -> bool:
@@ -46,12 +57,12 @@ class Rows:
     @cached_property
     def width(self) -> int:
         """Elements of one row."""
-        return math.prod(self.shape[1:])
+        return math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
 
     @cached_property
     def rows(self) -> int:
         """Rows in each rank's part of a flat buffer, padding included."""
-        return 1 if self.replicated else -(-self.shape[0] // self.ranks)
+        return 1 if self.replicated else -(-self.shape[self.dim] // self.ranks)
 
     @cached_property
     def part(self) -> int:
@@ -61,21 +72,23 @@ class Rows:
     @property
     def even(self) -> bool:
         """No padding: every rank keeps the same number of rows."""
-        return not self.replicated and self.rows * self.ranks == self.shape[0]
+        return not self.replicated and self.rows * self.ranks == self.shape[self.dim]
 
     def span(self, rank: int) -> tuple[int, int]:
         """First row and one past the last row that `rank` keeps. Empty when there are fewer rows
         than ranks.
         """
-        total = self.shape[0] if self.shape else 1
         if self.replicated:
             return 0, 1
+        total = self.shape[self.dim]
         return min(rank * self.rows, total), min((rank + 1) * self.rows, total)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the rows that `rank` keeps."""
+        if self.replicated:
+            return ()
         start, stop = self.span(rank)
-        return () if self.replicated else (stop - start, *self.shape[1:])
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -117,13 +130,18 @@ class Layout:
         return sum(rows.part for rows in self.rows if not rows.replicated)
 
 
-def lay_out(shapes: Sequence[tuple[int, ...]], ranks: int) -> Layout:
+def lay_out(
+    shapes: Sequence[tuple[int, ...]], ranks: int, dims: Sequence[int] | None = None
+) -> Layout:
     """Order the parameters so that no padding is needed between them, and say where each lies.
 
     Parts that are a multiple of ALIGNMENT come first (each then starts aligned), the odd ones
-    after, 0-d ones last.
+    after, 0-d ones last. `dims` are the dims to cut; all 0 if None.
     """
-    cuts = [Rows(tuple(shape), ranks) for shape in shapes]
+    cuts = [
+        Rows(tuple(shape), ranks, dim)
+        for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)
+    ]
     order = sorted(
         range(len(cuts)), key=lambda i: (cuts[i].replicated, cuts[i].part % ALIGNMENT != 0, i)
     )

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from shardwise.planning.plan import Plan
+from shardwise.runtime.policy import Policy
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.unit import Unit
 
@@ -19,10 +19,9 @@ from shardwise.sharding.unit import Unit
 class Agreement:
     """Keeps what the ranks have agreed on."""
 
-    def __init__(self, plan: Plan, mesh: Mesh) -> None:
-        self.plan, self.mesh = plan, mesh
-        # Every step's unused parameters are compared while there may be some; settled by the first
-        # step.
+    def __init__(self, policy: Policy, mesh: Mesh) -> None:
+        self.policy, self.mesh = policy, mesh
+        # Every step's unused parameters are compared unless the first step used them all.
         self.first, self.tracks_unused = True, True
 
     def check_counts(self, count: int, order: tuple[str, ...]) -> None:
@@ -46,7 +45,7 @@ class Agreement:
                     "with sync='scatter_each_reduce_last' or 'last'"
                 )
         totals = [counts[0] for counts in per_replica]
-        if self.plan.sync == "each" and len(set(totals)) > 1:
+        if self.policy.sync == "each" and len(set(totals)) > 1:
             raise RuntimeError(
                 f"sync='each' all-reduces after every micro-batch, but replicas run {totals} of "
                 "them; "
@@ -92,15 +91,16 @@ class Agreement:
             if self.first and len(orders) == 1 and len(ran_ranks) == len(said)
             else None
         )
+        # A model that once left something unused may do so again.
+        self.tracks_unused = not self.first or any(names for names, _ in ran_ranks)
         self.first = False
-        self.tracks_unused = any(names for names, _ in ran_ranks)
         nowhere = (
             frozenset.intersection(*(names for names, _ in ran_ranks)) if ran_ranks else frozenset()
         )
         return nowhere, order
 
     def _rank(self, replica: int, shard: int) -> int:
-        return replica * self.plan.shard + shard
+        return replica * self.mesh.shard.size + shard
 
 
 def order_units(units: Sequence[Unit]) -> list[Unit]:

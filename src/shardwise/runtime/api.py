@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardwise.planning.plan import Plan
+from shardwise.comms.lanes import Lanes
+from shardwise.planning.plan import DTYPES, Plan
 from shardwise.runtime import guard
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.hooks import Node
+from shardwise.runtime.policy import Policy
+from shardwise.sharding.attach import attach, find_device
+from shardwise.sharding.mesh import mesh_of
+from shardwise.sharding.unit import Unit
 
 _ATTRIBUTE = "_shardwise"
 
@@ -21,10 +27,35 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
         raise TypeError(
             f"plan is a {type(plan).__name__}, expected a Plan (sw.Plan.of('zero3', mesh=8))"
         )
-    engine = Engine(model, plan)
-    model.__dict__[_ATTRIBUTE] = engine
-    guard.watch_optimizers(engine)
+    device = find_device(model)
+    plan = plan.resolve(model)
+    mesh = mesh_of(plan, device)
+    units = attach(model, plan, mesh)
+    engine = Engine(model, units, mesh, Policy.of(plan), Lanes(device))
+    engine.plan = plan
+    _hang(model, plan, engine)
+    bind(model, engine)
     return model
+
+
+def bind(model: nn.Module, engine: Engine) -> None:
+    """From now on `engine_of(model)` is `engine`."""
+    model.__dict__[_ATTRIBUTE] = engine
+    guard.watch_optimizers()
+
+
+def _hang(model: nn.Module, plan: Plan, engine: Engine) -> None:
+    """One node for every module that units run with; the model's own node is the root."""
+    by_module: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
+    for unit in engine.units:
+        for module in unit.modules:
+            by_module.setdefault(id(module), (module, []))[1].append(unit)
+    computes = DTYPES[plan.compute_dtype] if plan.compute_dtype else None
+    outputs = DTYPES[plan.output_dtype] if plan.output_dtype else None
+    for module, units in by_module.values():
+        is_root = module is model
+        casts = computes if is_root or any(unit.casts_inputs for unit in units) else None
+        Node(module, units, None, casts, outputs if is_root else None).join(engine, is_root)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -54,6 +85,4 @@ def exposed_seconds(model: nn.Module) -> float | None:
     """Seconds this rank's host has waited for communication so far; None where streams wait instead
     (CUDA).
     """
-    engine = engine_of(model)
-    lanes = (engine.gather_lane, engine.reducer.scatter_lane, engine.reducer.replica_lane)
-    return None if lanes[0].ordered else sum(lane.waited for lane in lanes)
+    return engine_of(model).lanes.waited

@@ -61,5 +61,5 @@ def _is_live(gradients: Gradients) -> bool:
     if absent == len(gradients.visible):
         return False
     if absent:
-        gradients.clear_missing()
+        gradients.adopt()
     return True

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from shardwise.comms import versions
-from shardwise.comms.lanes import Lane
-from shardwise.planning.plan import DTYPES, Plan
+from shardwise.comms.lanes import Lanes
+from shardwise.planning.plan import Plan
 from shardwise.runtime import guard
 from shardwise.runtime.agreement import Agreement, order_units
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.order import Order
+from shardwise.runtime.policy import Policy
 from shardwise.runtime.reduce import Reducer
-from shardwise.sharding.attach import attach, find_device
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.unit import State, Unit
 
@@ -32,44 +32,50 @@ from shardwise.sharding.unit import State, Unit
 class Engine:
     """One sharded model on this rank."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        device = find_device(model)
-        self.plan = plan.resolve(model)
-        self.mesh = Mesh(self.plan, device)
-        self.gather_lane = Lane(device)
-        self.units = attach(model, self.plan, self.mesh, self.gather_lane)
-        self.reducer = Reducer(self.plan, self.mesh, device)
-        self.agreement = Agreement(self.plan, self.mesh)
-        self.forward_order = Order(plan.forward_prefetch)
-        self.backward_order = Order(plan.backward_prefetch)
-        self.reduce_order = order_units(self.units)
+    def __init__(
+        self, model: nn.Module, units: list[Unit], mesh: Mesh, policy: Policy, lanes: Lanes
+    ) -> None:
+        """`mesh` is the one that ranks agree on things over; units may move on others."""
+        self.units, self.mesh, self.policy, self.lanes = units, mesh, policy, lanes
+        self.plan: Plan | None = None  # where the units come from a Plan
+        self.reducer = Reducer(policy, lanes)
+        self.agreement = Agreement(policy, mesh)
+        self.structure = guard.Structure(model)
+        self.forward_order = Order(policy.forward_prefetch)
+        self.backward_order = Order(policy.backward_prefetch)
+        self.reduce_order: list[Unit] = []
+        # The node whose forward is the outermost now; None between forwards.
+        self.forward_root: Node | None = None
         # This backward's units, in the order in which their gradients were complete.
         self.ready: list[Unit] = []
         self.reduced = 0  # how many of reduce_order are issued in this backward
         self.backward_runs = False
+        self.last_backward = True  # False: a later one of this step waits for the sums
         self.micro: tuple[int, int] | None = None  # (index, total) inside sw.microbatches
         self.interrupted: str | None = None
         # Trainable parameters without a gradient so far in this step; None: nobody asks.
         self.unseen: set[str] | None = None
         self.backwards = 0  # backward passes that ended
-        self.relayouts = 0  # times that freezing or thawing changed the gradient buffers
-        # What the strategy's row says of the full parameters.
-        kept = self.plan.strategy.parameters
-        self.frees_in_pass = kept == "shard"
-        self.frees_after_step = kept != "replicate"
-        self.output_dtype = DTYPES[plan.output_dtype] if plan.output_dtype else None
-        self._hooked: set[int] = set()
-        self.root = self._hang(model)
-        self.follow_requires_grad()
+        self.relayouts = 0  # times that the gradient buffers became others
+        self.frees_in_pass, self.frees_after_step = policy.frees_in_pass, policy.frees_after_step
+        self._prepare()
 
-    def _hang(self, model: nn.Module) -> Node:
-        """One node for every module that units run with; the model's own node is the root."""
-        by_module: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
+    def _prepare(self) -> None:
+        """Make ready the units that are new, or whose parameters became others."""
         for unit in self.units:
-            for module in unit.modules:
-                by_module.setdefault(id(module), (module, []))[1].append(unit)
-        nodes = [Node(self, module, units, module is model) for module, units in by_module.values()]
-        return nodes[0]
+            if not unit.prepared:
+                unit.prepare(self.lanes.gather)
+        guard.mark(self)
+        self._follow_gradients()
+
+    def share(self, lanes: Lanes) -> None:
+        """Move on other lanes from now on."""
+        self.reducer.finish()
+        self.lanes = lanes
+        self.reducer.scatter_lane, self.reducer.replica_lane = lanes.scatter, lanes.replica
+        for unit in self.units:
+            unit.wait()
+            unit.lane = lanes.gather
 
     @property
     def last_micro(self) -> bool:
@@ -78,33 +84,43 @@ class Engine:
 
     # Forward
 
-    def begin_forward(self) -> None:
-        """The root module starts a pass: a new step makes what is gathered stale, and cleared
+    def begin_forward(self, node: Node) -> None:
+        """An outermost module starts a pass: a new step makes what is gathered stale, and cleared
         gradients' memory goes.
         """
+        self.forward_root = node
         guard.check_interrupted(self)
         if self.backward_runs:
             self._abandon_backward()
         if self.micro is None or self.micro[0] == 0:
+            self.structure.check()
+            if any([unit.follow() for unit in self.units]):
+                self._prepare()
             self.follow_requires_grad()
+            refreshes = self.policy.refreshes
             for unit in self.units:
-                unit.stale = unit.state is not State.FREE
+                if unit.state is not State.FREE:
+                    unit.stale = refreshes or unit.changed
                 unit.forget_kept()
                 if unit.gradients is not None and not unit.opened and unit.gradients.cleared:
-                    unit.gradients.buffer.release()
+                    self.relayouts += unit.gradients.release()
         self.forward_order.begin()
 
     def end_forward(self, awaits_backward: bool) -> None:
-        """The root module has run. Units whose modules did not all run are closed; without a
+        """The outermost module has run. Units whose modules did not all run are closed; without a
         backward, all is freed.
         """
+        self.forward_root = None
+        refreshes = self.policy.refreshes
         for unit in self.units:
             unit.remaining = len(unit.modules)
             if not awaits_backward:
+                if unit.options.stays_shown and unit.options.keep is True and not refreshes:
+                    continue  # an evaluation's next forward finds it there
                 if self.frees_after_step:
                     unit.free()
                 unit.hide()
-            elif unit.is_shown and not unit.is_root:
+            elif unit.is_shown and not unit.options.stays_shown:
                 self.after_forward(unit)
         if awaits_backward:
             self.agreement.check_first_forward(self.forward_order.names)
@@ -112,25 +128,30 @@ class Engine:
     def before_forward(self, unit: Unit) -> None:
         """Gather the unit and those the order expects next; show it."""
         # Recomputation under activation checkpointing: backward's own order leads.
-        backward = versions.inside_backward()
-        self._bring(unit, self.backward_order if backward else self.forward_order)
+        if versions.inside_backward():
+            self._bring(unit, self.backward_order, unit.options.gather_ahead_backward)
+        else:
+            self._bring(unit, self.forward_order, unit.options.gather_ahead)
 
-    def _bring(self, unit: Unit, order: Order) -> None:
+    def _bring(self, unit: Unit, order: Order, instead: list[Unit] | None) -> None:
         ahead = order.visit(unit)
         unit.gather()
-        for other in ahead:
-            other.gather()
+        backward = order is self.backward_order
+        for other in ahead if instead is None else instead:
+            if not backward or other.options.gathers_in_backward:
+                other.gather()
         unit.wait()
         unit.show()
 
     def after_forward(self, unit: Unit) -> None:
-        """Hide the unit, and free it unless the Plan keeps it."""
+        """Hide the unit, and free it unless it is kept."""
         if versions.inside_backward():
             return  # recomputation: the backward that asked for it still needs the unit
-        keep = self.plan.keep_after_forward
+        keep = unit.options.keep
         if not self.frees_in_pass or keep is True:
-            unit.hide()
-        elif keep is False or keep is None:
+            if not unit.options.stays_shown:
+                unit.hide()
+        elif keep is False:
             unit.free()
         else:
             unit.shrink()
@@ -151,7 +172,8 @@ class Engine:
         """Gather the unit and those the order expects next; show it, because checkpointing inside a
         unit's own forward recomputes with what hangs in the modules now.
         """
-        self._bring(unit, self.backward_order)
+        if unit.options.gathers_in_backward:
+            self._bring(unit, self.backward_order, unit.options.gather_ahead_backward)
 
     def gradient_arrived(self, unit: Unit) -> None:
         """All gradients of the unit, or those of all its inputs, are complete: when both are, its
@@ -164,7 +186,7 @@ class Engine:
         """Free the unit and reduce its gradients, in the order the ranks agreed on."""
         if not self.backward_runs:
             self.open_backward()
-        if self.frees_in_pass and unit.frees_early:
+        if self.frees_in_pass and unit.frees_early and not unit.options.keep_after_backward:
             unit.free()
         if unit.gradients is None or unit.issued:
             return
@@ -173,10 +195,16 @@ class Engine:
         self.ready.append(unit)
         if self.unseen is not None and self.unseen:
             self.unseen.difference_update(member.name for member in unit.gradients.members)
-        if self.reducer.during_backward:
+        if self.policy.during_backward:
             while self.reduced < len(self.reduce_order) and self.reduce_order[self.reduced].issued:
-                self.reducer.reduce(self.reduce_order[self.reduced], self.last_micro)
+                self._reduce(self.reduce_order[self.reduced])
                 self.reduced += 1
+
+    def _reduce(self, unit: Unit) -> None:
+        if self.policy.sync is None:
+            self.reducer.reduce(unit, unit.options.scatters, unit.options.all_reduces)
+        else:
+            self.reducer.reduce(unit, *self.policy.syncs(self.last_micro))
 
     def end_backward(self) -> None:
         """Backward is over: reduce what is left, wait for the sums, hang them on the visible
@@ -191,13 +219,14 @@ class Engine:
             if not unit.issued:
                 self._note_seen(unit)
         for unit in self.reduce_order[self.reduced :]:
-            self.reducer.reduce(unit, self.last_micro)
+            self._reduce(unit)
         # Gradients that came after their unit's reduce: a parameter of two re-entrant checkpoints.
         for unit in (unit for unit in self.reduce_order if unit in late):
-            self.reducer.reduce(unit, self.last_micro)
-        self.reducer.finish()
+            self._reduce(unit)
+        if self.last_backward or not self.lanes.scatter.ordered:
+            self.reducer.finish()
         self.backwards += 1
-        if self.last_micro or self.plan.sync == "each":
+        if any(unit.complete for unit in self.reduce_order):
             self.end_step(ran=True)
         self._close_backward()
 
@@ -205,6 +234,8 @@ class Engine:
         """Give back what only backward needed."""
         self._reset_backward()
         for unit in self.units:
+            if unit.options.keep_after_backward:
+                continue
             unit.hide()
             if self.frees_in_pass or (self.frees_after_step and self.last_micro):
                 unit.free()
@@ -220,9 +251,10 @@ class Engine:
         else:
             absent = frozenset()
         for unit in self.reduce_order:
-            assert unit.gradients is not None
-            unit.gradients.attach(absent)
-            unit.opened = False
+            if unit.complete:
+                assert unit.gradients is not None
+                unit.gradients.attach(frozenset() if unit.options.zeroes_unused else absent)
+                unit.opened = unit.complete = False
         if self.last_micro:
             self._reset_unseen()
 
@@ -247,11 +279,16 @@ class Engine:
         trained = [unit.gradients for unit in self.reduce_order if unit.gradients]
         self.unseen = {member.name for gradients in trained for member in gradients.members}
 
+    def reset(self) -> None:
+        """Forget the pass that an exception ended, with all that it had summed."""
+        self.forward_root = None
+        self._abandon_backward()
+
     def _abandon_backward(self) -> None:
         """The last backward ended in an exception that the caller caught: forget its sums."""
         self.reducer.finish()
         for unit in self.units:
-            unit.opened = False
+            unit.opened = unit.complete = False
             unit.accumulator = unit.partial = None
             for shown in unit.parameters.shown:
                 shown.grad = None
@@ -273,14 +310,18 @@ class Engine:
     def follow_requires_grad(self) -> None:
         """Notice parameters frozen or unfrozen since the last pass."""
         changed = [unit for unit in self.units if unit.follow_requires_grad()]
-        self.relayouts += bool(changed)
-        if changed or not self._hooked:
-            self.reduce_order = order_units(self.units)
-            self.agreement.first = self.agreement.tracks_unused = True
-            self._reset_unseen()
-            for unit in self.reduce_order:
-                self._count_gradients(unit)
-            self._reset_backward()
+        if changed:
+            self._follow_gradients()
+
+    def _follow_gradients(self) -> None:
+        """Other parameters are trained than before, or they stand in other memory."""
+        self.relayouts += 1
+        self.reduce_order = order_units(self.units)
+        self.agreement.first = self.agreement.tracks_unused = True
+        self._reset_unseen()
+        for unit in self.reduce_order:
+            self._count_gradients(unit)
+        self._reset_backward()
 
     def _count_gradients(self, unit: Unit) -> None:
         # torch holds hooks where Python's garbage collector cannot look: hold nothing by them.
@@ -295,6 +336,6 @@ class Engine:
 
         assert unit.gradients is not None
         for shown in unit.gradients.shown:
-            if id(shown) not in self._hooked:
-                self._hooked.add(id(shown))
+            if not shown.__dict__.get("_shardwise_counted"):
+                shown.__dict__["_shardwise_counted"] = True
                 shown.register_post_accumulate_grad_hook(arrived)

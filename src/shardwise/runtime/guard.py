@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
@@ -20,18 +21,59 @@ _engines_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[we
 _engines_of = weakref.WeakKeyDictionary()
 
 
-def watch_optimizers(engine: Engine) -> None:
+def watch_optimizers() -> None:
     """Check every optimizer at its `step` from now on. Installed with the first sharded model, not
     on import.
     """
     global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def mark(engine: Engine) -> None:
+    """Let every visible parameter know its engine."""
     reference = weakref.ref(engine)
     for unit in engine.units:
         for parameter in unit.parameters.visible:
             parameter.__dict__["_shardwise_engine"] = reference
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_before_step)
+
+
+class Structure:
+    """The modules and parameters of a model when it was sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        modules = list(model.modules())
+        self._children = [module._modules for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        self._known = [list(children.values()) for children in self._children]
+        self._count = sum(map(len, self._parameters))
+
+    def check(self) -> None:
+        """Error if a module or a parameter was added, removed or replaced since. (A parameter put
+        in another's place is found when its unit is shown.)
+        """
+        same = [list(children.values()) for children in self._children] == self._known
+        if same and sum(map(len, self._parameters)) == self._count:
+            return
+        raise RuntimeError(
+            f"{self._where()} was added, removed or replaced after sharding; it would be neither "
+            "sharded nor trained. Change the model before it is sharded"
+        )
+
+    def _where(self) -> str:
+        """The first thing that is not as it was."""
+        model = self.model()
+        assert model is not None
+        known = {id(module) for children in self._known for module in children}
+        for name, module in model.named_modules():
+            if name and id(module) not in known:
+                return f"the module {name!r} ({type(module).__name__})"
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "_shardwise_engine", None) is None:
+                return f"the parameter {name!r}"
+        return "a module or a parameter"
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -52,10 +94,10 @@ def _find_engines(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Engine]]
             moved = getattr(parameter, "_shardwise_moved", None)
             if moved is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} was built before sw.shard and holds the old "
+                    f"{type(optimizer).__name__} was built before sharding and holds the old "
                     f"parameter {moved!r}, "
                     "which no longer trains; build the optimizer from model.parameters() after "
-                    "sw.shard(model, plan)"
+                    "sw.shard(model, plan) or fully_shard(model)"
                 )
             reference = getattr(parameter, "_shardwise_engine", None)
             if reference is not None and reference not in found:

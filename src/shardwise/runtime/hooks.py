@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shardwise.comms import versions
-from shardwise.planning.plan import DTYPES
 from shardwise.runtime import values
 from shardwise.sharding.unit import State, Unit
 
@@ -21,39 +20,66 @@ if TYPE_CHECKING:
 class Node:
     """A module's hooks: which units run with it, and what its inputs and outputs tell."""
 
-    def __init__(self, engine: Engine, module: nn.Module, units: list[Unit], root: bool) -> None:
-        self.engine, self.module, self.units, self.is_root = engine, module, units, root
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[Unit],
+        find_engine: Callable[[], Engine] | None = None,
+        input_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`find_engine` is asked at the first forward, where the engine is not known before."""
+        self.module, self.units = module, units
+        self.engine: Engine | None = None
+        self.find_engine = find_engine
+        self.is_root = False
+        self.input_dtype, self.output_dtype = input_dtype, output_dtype
+        self.input_device: torch.device | None = None  # where the root's inputs are moved to
+        self.hang()
+
+    def join(self, engine: Engine, is_root: bool) -> None:
+        self.engine, self.is_root = engine, is_root
         # Freeing inside backward waits for the gradient of the unit's input: only then is every
         # weight used up.
-        self.tracks_inputs = engine.frees_in_pass and not root
-        for unit in units:
-            unit.remaining = len(unit.modules)
-        floating = [unit.casts_inputs for unit in units if unit.casts_inputs is not None]
-        plan = engine.plan
-        self.input_dtype = floating[0] if plan.compute_dtype and floating else None
-        if root and plan.compute_dtype:
-            self.input_dtype = DTYPES[plan.compute_dtype]
-        self._register()
+        self.tracks_inputs = engine.frees_in_pass and not is_root
 
-    def _register(self) -> None:
+    def hang(self) -> None:
+        """Put the hooks on the module."""
         module = self.module
-        compiled = module._compiled_call_impl
+        self._handles: list[Any] = []
+        self._compiled = compiled = module._compiled_call_impl
         if compiled is None:
-            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after)
+            self._handles = [
+                module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after),
+            ]
             return
 
         # `module.compile()` compiles the hooks too; these must run outside the compiled code.
         def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._before(module, args, kwargs)
-            return self._after(module, args, compiled(*args, **kwargs))
+            args, kwargs = self.before(module, args, kwargs)
+            return self.after(module, args, compiled(*args, **kwargs))
 
         module._compiled_call_impl = call
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def unhang(self) -> None:
+        """Take them off again."""
+        for handle in self._handles:
+            handle.remove()
+        self.module._compiled_call_impl = self._compiled
+
+    @versions.never_compiled
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before forward: bring the units together; cast and watch the inputs."""
         engine = self.engine
-        if self.is_root and not versions.inside_backward():
-            engine.begin_forward()
+        if engine is None:
+            assert self.find_engine is not None
+            engine = self.find_engine()
+        outermost = engine.forward_root is None or engine.forward_root is self or self.is_root
+        if outermost and not versions.inside_backward():
+            engine.begin_forward(self)
+            if self.input_device is not None:
+                args, kwargs = values.move((args, kwargs), self.input_device)
         if self.input_dtype is not None:
             args, kwargs = values.cast((args, kwargs), self.input_dtype)
         for unit in self.units:
@@ -91,39 +117,66 @@ class Node:
     def _input_done(self, unit: Unit) -> None:
         unit.open_inputs -= 1
         if unit.gradients is None and unit.open_inputs <= 0:
-            unit.free()
+            if not unit.options.keep_after_backward:
+                unit.free()
         elif unit.gradients is not None:
+            assert self.engine is not None
             self.engine.gradient_arrived(unit)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    @versions.never_compiled
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After forward: watch the outputs for backward's arrival; let the units go."""
         engine = self.engine
-        if self.is_root and engine.output_dtype is not None:
-            output = values.cast(output, engine.output_dtype)
+        assert engine is not None
+        if self.output_dtype is not None:
+            output = values.cast(output, self.output_dtype)
         watched = (
             [t for t in values.tensors(output) if t.requires_grad]
             if torch.is_grad_enabled()
             else []
         )
-        if watched:
-            for tensor in watched:
+        for tensor in watched:
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # Changing a view in place takes it, with its hooks, out of the graph; what made
+                # its base stays there.
+                base.grad_fn.register_prehook(self._before_node)
+                watch = Watch(None)
+            else:
                 watch = Watch(self._before_backward)
-                tensor.register_hook(watch)
-                tensor._shardwise_watch = watch  # type: ignore[attr-defined]
+            tensor.register_hook(watch)
+            tensor._shardwise_watch = watch  # type: ignore[attr-defined]
         for unit in self.units:
             unit.remaining -= 1
             if unit.remaining <= 0:
                 unit.remaining = len(unit.modules)
-                if not self.is_root:
-                    engine.after_forward(unit)
-        if self.is_root and not versions.inside_backward():
+                engine.after_forward(unit)
+        if engine.forward_root is self and not versions.inside_backward():
+            if not watched:
+                self._check_output(output)
             engine.end_forward(awaits_backward=bool(watched))
-            if watched and engine.frees_in_pass and engine.plan.keep_after_forward is False:
-                for unit in self.units:
-                    unit.free()
         return output
+
+    def _check_output(self, output: Any) -> None:
+        """Error where nothing in a training output carries a gradient that we can see."""
+        assert self.engine is not None
+        if not (torch.is_grad_enabled() and self.module.training and self.engine.reduce_order):
+            return
+        opaque = next(values.opaque(output), None)
+        if opaque is not None:
+            raise RuntimeError(
+                f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
+                "tensor with a gradient was found, so backward would not gather its parameters; "
+                "return tensors in tuples, lists, dicts or dataclasses, or call it under "
+                "torch.no_grad()"
+            )
+
+    def _before_node(self, gradients: Any) -> None:
+        self._before_backward()
 
     def _before_backward(self) -> None:
         engine = self.engine
+        assert engine is not None
         engine.open_backward()
         for unit in self.units:
             engine.before_backward(unit)

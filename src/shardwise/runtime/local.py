@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.runtime.api import engine_of_parameter
-from shardwise.sharding.storage import Gradients, as_dtensor
+from shardwise.sharding.storage import Gradients
 from shardwise.sharding.unit import Unit
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -64,7 +64,9 @@ class Segment:
         start = self.gradients.layout.offsets[index] - self.start
         shape = rows.local_shape(mesh.shard.rank)
         local = flat_state[start : start + torch.Size(shape).numel()].view(shape)
-        return local if self.unit.plain else as_dtensor(local, rows, mesh)
+        if self.unit.options.plain:
+            return local
+        return self.gradients.members[index].form(rows, mesh).wrap(local)
 
 
 class LocalOptimizer(torch.optim.Optimizer):

@@ -6,7 +6,8 @@ replicas.
                      accumulator                   partial
 
 Over the micro-batches of a step, `sync="last"` sums slots in the accumulator and the delayed policy
-sums scattered gradients in the partial. Everything is a sum; the loss carries the divisor.
+sums scattered gradients in the partial. Under a Plan everything is a sum, and the loss carries the
+divisor; the compat surface divides, by itself, around the sum.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from collections.abc import Iterator
 import torch
 
 from shardwise.comms import versions
-from shardwise.comms.lanes import Lane
+from shardwise.comms.lanes import Lane, Lanes
 from shardwise.comms.real import DONE, Handle
-from shardwise.planning.plan import Plan
-from shardwise.planning.strategies import REDUCES
-from shardwise.sharding.mesh import Mesh
+from shardwise.planning.placement import Rows
+from shardwise.runtime.policy import Policy
 from shardwise.sharding.storage import Gradients
 from shardwise.sharding.unit import Unit
 
@@ -64,69 +64,79 @@ class Reduction:
 class Reducer:
     """Turns the gradients that backward left on shown parameters into sums in the buffers."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device) -> None:
-        self.sync, self.mesh = plan.sync, mesh
-        self.scatter_lane, self.replica_lane = Lane(device), Lane(device)
+    def __init__(self, policy: Policy, lanes: Lanes) -> None:
+        self.scatter_lane, self.replica_lane = lanes.scatter, lanes.replica
         self.ring: deque[Reduction] = deque()
-        if plan.name == "ddp" and plan.reduce == "naive":
-            self.depth = 0  # one call, its wait, the next call
-        elif plan.strategy.gradients == "replicate":
-            # On a host every unit has a slot of its own; streams wait for a pack only, so their
-            # gradients need not stay.
-            self.depth = max(plan.reduce_depth, 2) if self.scatter_lane.ordered else 2**31
-        else:
-            self.depth = plan.reduce_depth
-        self._delays = plan.sync == "scatter_each_reduce_last" and plan.replicate > 1
-        self.during_backward = plan.name != "ddp" or REDUCES[plan.reduce].during_backward
+        self.depth = policy.depth(self.scatter_lane)
+        self._crossed = False  # the replica lane was used in this backward
+        self._offloads = False  # sums went to the host in this backward
 
-    def reduce(self, unit: Unit, last: bool) -> None:
-        """Start reducing `unit`'s gradients of one micro-batch. Waits for the oldest reduce when
-        the ring is full.
+    def reduce(self, unit: Unit, scatter: bool, all_reduce: bool) -> None:
+        """Start reducing `unit`'s gradients of one micro-batch: add them up, `scatter` the sum over
+        the shard group, `all_reduce` it over the replicas. Waits for the oldest reduce when the
+        ring is full.
         """
-        gradients = unit.gradients
+        gradients, options, mesh = unit.gradients, unit.options, unit.mesh
         assert gradients is not None
         while self.ring and len(self.ring) >= self.depth:
             self.ring.popleft().retire()
         self._open_buffer(unit, gradients)
-        lane, whole = self.scatter_lane, self.mesh.shard.size == 1
+        lane, whole, custom = self.scatter_lane, mesh.shard.size == 1, options.custom_scatter
         flat = gradients.flat
         # The gradient buffer itself takes the sum, where nothing has to be added to it or cast.
         direct = unit.overwrite and unit.partial is None and unit.reduce_dtype == flat.dtype
+        direct = direct and custom is None and gradients.offload is None
+        adds_up = not scatter or unit.accumulator is not None
         found = take_gradients(gradients)
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
         with lane.behind_compute():
             own = len(found) == 1 and found[0].dtype == unit.reduce_dtype  # it is its own slot
-            reused = gradients.slot if self.sync != "last" and not own else None
+            reused = gradients.slot if not (adds_up or own or custom) else None
             if reused is not None:
                 slot = reused.pack(found)
             else:
-                slot = pack(unit, gradients, found, flat if direct and whole else None)
+                into = flat if direct and whole else None
+                if custom is not None:
+                    numel = (gradients.layout.full_numel,)
+                    into = custom.allocate(numel, dtype=unit.reduce_dtype, device=mesh.device)
+                slot = pack(unit, gradients, found, into, borrow=not adds_up)
             if slot is flat:
                 unit.overwrite = False
-            if self.sync == "last":
-                if unit.accumulator is not None:
-                    slot = unit.accumulator.add_(slot)
-                unit.accumulator = None if last else slot
+            if unit.accumulator is not None:
+                slot = unit.accumulator.add_(slot)
+            unit.accumulator = None if scatter else slot
             scattered = slot
-            if not whole:
-                scattered = flat if direct else slot.new_empty(gradients.layout.shard_numel)
+            if scatter and options.divide_before != 1.0:
+                slot.div_(options.divide_before)
+            if scatter and not whole:
+                scattered = flat if direct else self._make_scattered(unit, gradients, slot)
         packed = lane.mark(unit.packed)
-        if self.sync == "last" and not last:
+        if not scatter:
             self._start(Reduction(iter([(lane, DONE)]), found, packed))
             return
+        delays = mesh.replicate.size > 1 and not all_reduce
         overwrites = unit.overwrite
-        if direct or last or not self._delays:
+        if direct or not delays:
             unit.overwrite = False
-        steps = self._steps(unit, gradients, slot, scattered, overwrites, last)
+        unit.complete = not delays
+        steps = self._steps(unit, gradients, slot, scattered, overwrites, delays)
         # Memory that the other lane, or the reduce-scatter itself, still reads waits for the end.
         summed = scattered if unit.partial is None else unit.partial
-        crosses = self.mesh.replicate.size > 1 and not (scattered is summed is flat)
+        crosses = mesh.replicate.size > 1 and not (scattered is summed is flat)
         borrowed = any(grad.data_ptr() == slot.data_ptr() for grad in found)
         held = [*found, slot, scattered, summed]
         self._start(Reduction(steps, held, None if crosses or borrowed else packed))
         if reused is not None:
             reused.buffer.release()  # in the lane's order: behind the reduce-scatter just queued
+
+    @staticmethod
+    def _make_scattered(unit: Unit, gradients: Gradients, slot: torch.Tensor) -> torch.Tensor:
+        numel, custom = gradients.layout.shard_numel, unit.options.custom_scatter
+        if custom is None:
+            return slot.new_empty(numel)
+        made: torch.Tensor = custom.allocate((numel,), dtype=slot.dtype, device=slot.device)
+        return made
 
     def contribute_zero(self, unit: Unit) -> None:
         """Join the replicas' all-reduce of a step in which this rank's shard group ran no
@@ -135,9 +145,9 @@ class Reducer:
         gradients = unit.gradients
         assert gradients is not None
         self._open_buffer(unit, gradients)
-        zeros = torch.zeros_like(gradients.flat, dtype=unit.reduce_dtype)
-        steps = self._finish_steps(gradients, zeros, unit.overwrite)
-        unit.overwrite = False
+        zeros = torch.zeros_like(gradients.flat, dtype=unit.reduce_dtype, device=unit.mesh.device)
+        steps = self._finish_steps(unit, gradients, zeros, unit.overwrite)
+        unit.overwrite, unit.complete = False, True
         self._start(Reduction(steps, [zeros], None))
 
     @staticmethod
@@ -151,15 +161,19 @@ class Reducer:
         unit.overwrite = gradients.cleared
         gradients.buffer.allocate()
         if not unit.overwrite:
-            gradients.clear_missing()
+            gradients.adopt()
 
     def finish(self) -> None:
         """Compute waits for every reduce under way."""
         while self.ring:
             self.ring.popleft().retire()
         self.scatter_lane.join(self.scatter_lane.mark())
-        if self.mesh.replicate.size > 1:
+        if self._crossed:
             self.replica_lane.join(self.replica_lane.mark())
+        if self._offloads:
+            for lane in (self.scatter_lane, self.replica_lane):
+                lane.block_host()
+        self._crossed = self._offloads = False
 
     def _start(self, reduction: Reduction) -> None:
         self.ring.append(reduction)
@@ -173,7 +187,7 @@ class Reducer:
         slot: torch.Tensor,
         scattered: torch.Tensor,
         overwrites: bool,
-        last: bool,
+        delays: bool,
     ) -> Steps:
         """Reduce-scatter, then what follows; each yield is something to wait for first."""
         lane = self.scatter_lane
@@ -181,36 +195,48 @@ class Reducer:
             yield lane, DONE
         else:
             with lane.enter():
-                handle = self.mesh.shard.reduce_scatter(scattered, slot)
+                handle = unit.mesh.scatter.reduce_scatter(
+                    scattered, slot, unit.options.custom_scatter
+                )
             yield lane, handle
-        if self._delays:
+        if delays or unit.partial is not None:
             with lane.behind_compute() if slot is scattered else lane.enter():
                 if unit.partial is None:
                     unit.partial = scattered
                 else:
                     unit.partial.add_(scattered)
-            if not last:
+            if delays:
                 return
             scattered, unit.partial = unit.partial, None
-        yield from self._finish_steps(gradients, scattered, overwrites)
+        yield from self._finish_steps(unit, gradients, scattered, overwrites)
 
     def _finish_steps(
-        self, gradients: Gradients, scattered: torch.Tensor, overwrites: bool
+        self, unit: Unit, gradients: Gradients, scattered: torch.Tensor, overwrites: bool
     ) -> Steps:
-        """All-reduce across replicas, and add to the gradient buffer."""
-        lane = self.scatter_lane
-        if self.mesh.replicate.size > 1:
-            lane = self.replica_lane
+        """All-reduce across replicas, divide, and add to the gradient buffer."""
+        lane, options = self.scatter_lane, unit.options
+        if unit.mesh.replicate.size > 1:
+            lane, self._crossed = self.replica_lane, True
             lane.follow(self.scatter_lane)
             with lane.behind_compute():
-                handle = self.mesh.replicate.all_reduce(scattered)
+                handle = unit.mesh.replicate.all_reduce(scattered)
             yield lane, handle
+        if options.after_reduce is not None:
+            with lane.enter(), lane.aside(options.after_reduce_stream):
+                options.after_reduce(scattered)
+        if options.divide_after != 1.0:
+            with lane.enter():
+                scattered.div_(options.divide_after)
         if scattered is not gradients.flat:
+            flat = gradients.flat
             with lane.behind_compute():
+                if gradients.offload is not None:
+                    self._offloads = True
+                    scattered = scattered.to(flat.device) if not overwrites else scattered
                 if overwrites:
-                    gradients.flat.copy_(scattered)
+                    flat.copy_(scattered, non_blocking=True)
                 else:
-                    gradients.flat.add_(scattered)
+                    flat.add_(scattered)
             yield lane, DONE
 
 
@@ -221,19 +247,29 @@ def take_gradients(gradients: Gradients) -> list[torch.Tensor]:
         grad = shown.grad
         found.append(torch.zeros_like(shown) if grad is None else grad)
         shown.grad = None
+    if gradients.nested:
+        found = [
+            member.nested.local_gradient(grad) if member.nested is not None else grad
+            for member, grad in zip(gradients.members, found, strict=True)
+        ]
     return found
 
 
 def pack(
-    unit: Unit, gradients: Gradients, found: list[torch.Tensor], into: torch.Tensor | None
+    unit: Unit,
+    gradients: Gradients,
+    found: list[torch.Tensor],
+    into: torch.Tensor | None,
+    borrow: bool,
 ) -> torch.Tensor:
     """Lay gradients rank after rank in the reduce dtype: one kernel for the unit.
 
-    A single evenly cut gradient of the right dtype is its own slot.
+    A single evenly cut gradient of the right dtype can be its own slot, if it is only borrowed.
     """
     layout = gradients.layout
     only = found[0]
-    alone = len(found) == 1 and into is None and layout.rows[0].even
+    rows = layout.rows[0]
+    alone = borrow and len(found) == 1 and into is None and rows.even and not rows.dim
     if alone and only.dtype == unit.reduce_dtype and only.is_contiguous():
         return only.view(-1)
     slot = into
@@ -241,10 +277,19 @@ def pack(
         slot = torch.empty(layout.full_numel, dtype=unit.reduce_dtype, device=only.device)
     if gradients.odd:
         found = [
-            grad.expand(layout.ranks) if rows.replicated else grad
+            _rank_after_rank(grad, rows)
             for grad, rows in zip(found, layout.rows, strict=True)
             if rows.part > 0
         ]
     if found:
         versions.chunk_cat(found, layout.ranks, slot.view(layout.ranks, -1))
     return slot
+
+
+def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A gradient whose rows of dim 0 are what the ranks get."""
+    if rows.replicated:
+        return grad.expand(rows.ranks)
+    if rows.dim:
+        return grad.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0).flatten(1)
+    return grad

@@ -24,6 +24,28 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(value, field.name))
 
 
+def opaque(value: Any) -> Iterator[Any]:
+    """Everything in `value` that could hide a tensor from `tensors`."""
+    if isinstance(value, torch.Tensor | str | bytes | int | float | complex | type(None)):
+        return
+    if isinstance(value, list | tuple | set):
+        for item in value:
+            yield from opaque(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from opaque(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from opaque(getattr(value, field.name))
+    else:
+        yield value
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor on `device`; the same object if all are."""
+    return transform(value, lambda t: t if t.device == device else t.to(device))
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating-point tensor in `dtype`; the same object if none changes."""
     return transform(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

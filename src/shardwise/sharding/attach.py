@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.comms.lanes import Lane
-from shardwise.planning.plan import Plan
+from shardwise.planning.plan import DTYPES, Plan
 from shardwise.planning.units import places
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.storage import Member
-from shardwise.sharding.unit import Unit
+from shardwise.sharding.unit import Options, Unit
 
 
 def find_device(model: nn.Module) -> torch.device:
@@ -35,16 +34,16 @@ def find_device(model: nn.Module) -> torch.device:
     return device
 
 
-def attach(model: nn.Module, plan: Plan, mesh: Mesh, lane: Lane) -> list[Unit]:
+def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
     """Make every unit of the Plan over `model`'s parameters, in the Plan's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     members: dict[str, Member] = {}
     for names, parameter in places(model):
         if not isinstance(parameter, nn.Parameter) or type(parameter.data) is not torch.Tensor:
             raise ValueError(
-                f"parameter {names[0]!r} is a {type(parameter.data).__name__}; sharding starts "
-                "from plain tensors "
-                "(was the model sharded already?)"
+                f"parameter {names[0]!r} is a {type(parameter.data).__name__}; sharding by a Plan "
+                "starts from plain tensors (was the model sharded already? with tensor parallel, "
+                "use shardwise.fully_shard)"
             )
         hangs = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
         # A module reachable by two names is one place.
@@ -55,10 +54,23 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh, lane: Lane) -> list[Unit]:
             spec.name,
             [modules[name] for name in spec.modules],
             [members[p.name] for p in spec.parameters],
-            plan,
             mesh,
-            lane,
+            options_of(plan, is_root=spec.modules == ("",)),
             is_root=spec.modules == ("",),
         )
         for spec in plan.require_units()
     ]
+
+
+def options_of(plan: Plan, is_root: bool) -> Options:
+    """What a Plan says of one unit."""
+    keep = plan.keep_after_forward
+    return Options(
+        compute_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
+        reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
+        gather=plan.gather,
+        plain=plan.strategy.state == "replicate",
+        # The root is needed again right away, so it is kept unless nothing is.
+        keep=keep is not False if is_root else keep or False,
+        stays_shown=is_root,
+    )

@@ -1,8 +1,9 @@
-"""From a Plan's mesh to process groups, checked before any collective runs."""
+"""The groups a unit moves in; from a Plan's mesh to them, checked before any collective runs."""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,37 +13,56 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise.comms.real import Group
 from shardwise.comms.versions import supported_devices
+from shardwise.planning.placement import Rows
 from shardwise.planning.plan import Plan
 
 
+@dataclass
 class Mesh:
-    """This rank's groups on the mesh (replicate, shard), and how DTensors on it are placed."""
+    """This rank's groups on the mesh (replicate, shard), and the DTensors' own mesh."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        _check(plan, device)
-        self.device = device
-        both = _make_mesh(device.type, plan.mesh, ("replicate", "shard"))
-        fake = dist.get_backend() == "fake"
-        control = None if fake else _control_mesh(both, plan)
-        self.replicate = _group(both, "replicate", control)
-        self.shard = _group(both, "shard", control)
-        # DTensors live on the axes that are there: (replicate, shard) for hsdp, shard alone
-        # otherwise.
-        self.hybrid = plan.replicate > 1
-        self.device_mesh: DeviceMesh = both if self.hybrid else both["shard"]
-        self.keep = self._keep_group(plan) if _is_group_size(plan.keep_after_forward) else None
+    device: torch.device
+    replicate: Group
+    shard: Group
+    device_mesh: DeviceMesh  # of the visible parameters: replicate and shard, or shard alone
+    keep: Group | None = None  # the smaller groups of keep_after_forward = k
+    keep_mesh: DeviceMesh | None = None  # of what users see of parameters kept so
+    scatter: Group = field(init=False)  # reduces gradients; the shard group, unless set apart
 
-    def placements(self, replicated: bool) -> list[Placement]:
-        inner: Placement = Replicate() if replicated else Shard(0)
-        return [Replicate(), inner] if self.hybrid else [inner]
+    def __post_init__(self) -> None:
+        self.scatter = self.shard
 
-    def _keep_group(self, plan: Plan) -> Group:
-        """The smaller groups of neighbours that hold a unit between forward and backward."""
-        k = plan.keep_after_forward
-        assert isinstance(k, int)
-        shape = (plan.replicate, plan.shard // k, k)
-        small = _make_mesh(self.device.type, shape, ("replicate", "outer", "keep"))
-        return _group(small, "keep", None)
+    @property
+    def ranks(self) -> int:
+        return self.replicate.size * self.shard.size
+
+    def placements(self, rows: Rows) -> tuple[Placement, ...]:
+        """How DTensors of parameters cut like `rows` are placed on `device_mesh`."""
+        inner: Placement = Replicate() if rows.replicated else Shard(rows.dim)
+        return (Replicate(), inner) if self.device_mesh.ndim == 2 else (inner,)
+
+
+def mesh_of(plan: Plan, device: torch.device) -> Mesh:
+    """The groups that a Plan asks for. Errors come before any collective."""
+    _check(plan, device)
+    both = _make_mesh(device.type, plan.mesh, ("replicate", "shard"))
+    control = None if dist.get_backend() == "fake" else _control_mesh(both, plan)
+    return Mesh(
+        device,
+        _group(both, "replicate", control),
+        _group(both, "shard", control),
+        # DTensors live on the axes that are there.
+        both if plan.replicate > 1 else both["shard"],
+        _keep_group(plan, device) if _is_group_size(plan.keep_after_forward) else None,
+    )
+
+
+def _keep_group(plan: Plan, device: torch.device) -> Group:
+    """The smaller groups of neighbours that hold a unit between forward and backward."""
+    k = plan.keep_after_forward
+    assert isinstance(k, int)
+    shape = (plan.replicate, plan.shard // k, k)
+    return _group(_make_mesh(device.type, shape, ("replicate", "outer", "keep")), "keep", None)
 
 
 def _is_group_size(keep: bool | int | None) -> bool:

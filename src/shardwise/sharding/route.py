@@ -5,11 +5,12 @@ one group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from shardwise.comms.real import DONE, All, Group, Handle
-from shardwise.planning.placement import Layout
+from shardwise.planning.placement import Layout, Rows
 
 Unpack = Callable[[], None]
 
@@ -26,10 +27,21 @@ class Route:
     """From `source`, this rank's piece of every parameter, to `full` by gathers over `group`."""
 
     def __init__(
-        self, group: Group, layout: Layout, source: torch.Tensor, full: torch.Tensor, mode: str
+        self,
+        group: Group,
+        layout: Layout,
+        source: torch.Tensor,
+        full: torch.Tensor,
+        mode: str,
+        custom: Any = None,
+        whole: bool = False,
     ) -> None:
-        """Make every view once: `parts[i]` is the i-th parameter in `full` as (ranks, piece)."""
-        self.group, self.source, self.full = group, source, full
+        """Make every view once: `parts[i]` is the i-th parameter in `full` as (ranks, piece).
+
+        `custom` moves the data instead of the group's own all-gather. `whole`: pieces are stretches
+        of `full`, whatever dims the parameters are cut along.
+        """
+        self.group, self.source, self.full, self.custom = group, source, full, custom
         factor = (
             layout.ranks // group.size
         )  # 1, or the n/k shards that make one piece of a smaller group
@@ -43,7 +55,16 @@ class Route:
         self.parts = [flat.view(group.size, -1) for flat in self.flats]
         self.pieces = list(source.split(self.sizes))
         self.own = [part[group.rank] for part in self.parts]
-        self.casts = source.dtype != full.dtype
+        cut_inside = [not whole and layout.rows[i].dim > 0 for i in moved]
+        self.scattered = any(cut_inside) and group.size > 1
+        if self.scattered:
+            self.parts = [
+                _slices(flat, layout.rows[i]) if inside else part
+                for i, flat, part, inside in zip(
+                    moved, self.flats, self.parts, cut_inside, strict=True
+                )
+            ]
+        self.copies = source.dtype != full.dtype or source.device != full.device
         self.mode = self._choose(mode)
         self.stages = self.mode == "packed" and group.size > 1
 
@@ -51,6 +72,8 @@ class Route:
         """One parameter is gathered straight into place. `auto` packs, except large tensors on a
         CPU, where a copy-out costs the host more than calls of their own.
         """
+        if self.scattered or self.custom is not None:
+            return "packed"
         if len(self.parts) <= 1:
             return "each"
         if mode != "auto":
@@ -66,7 +89,7 @@ class Route:
         if self.mode == "packed":
             return self._start_packed()
         inputs = self.pieces
-        if self.casts:
+        if self.copies:
             torch._foreach_copy_(self.own, self.pieces)
             inputs = self.own
         if self.mode == "grouped":
@@ -78,16 +101,30 @@ class Route:
         return (handles[0] if len(handles) == 1 else All(handles)), nothing_to_unpack
 
     def _start_packed(self) -> tuple[Handle, Unpack]:
-        ranks = self.group.size
-        staging = torch.empty(
-            (ranks, self.source.numel()), dtype=self.full.dtype, device=self.full.device
-        )
+        ranks, numel = self.group.size, self.source.numel()
+        dtype, device = self.full.dtype, self.full.device
+        if self.custom is None:
+            staging = torch.empty((ranks, numel), dtype=dtype, device=device)
+        else:
+            staging = self.custom.allocate((ranks * numel,), dtype=dtype, device=device)
+            staging = staging.view(ranks, numel)
         own = self.source
-        if self.casts:
+        if self.copies or self.custom is not None:
             own = staging[self.group.rank]
-            own.copy_(self.source)
+            own.copy_(self.source, non_blocking=True)
 
         def unpack() -> None:
-            torch.split_with_sizes_copy(staging, self.sizes, dim=1, out=self.parts)
+            if self.scattered:
+                split = staging.split(self.sizes, dim=1)
+                torch._foreach_copy_(
+                    self.parts, [s.reshape(p.shape) for s, p in zip(split, self.parts, strict=True)]
+                )
+            else:
+                torch.split_with_sizes_copy(staging, self.sizes, dim=1, out=self.parts)
 
-        return self.group.all_gather(staging.view(-1), own), unpack
+        return self.group.all_gather(staging.view(-1), own, self.custom), unpack
+
+
+def _slices(flat: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A whole parameter as (ranks, *slice), for one that is cut along another dim than 0."""
+    return flat.view(rows.shape).unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0)

@@ -49,20 +49,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from sys import getrefcount
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comms import versions
 from shardwise.planning.placement import Layout, Rows, lay_out
+from shardwise.sharding.forms import Form, Nested
 from shardwise.sharding.mesh import Mesh
+
+# References to a gradient that only its own buffer holds: the list, the loop, the call.
+_UNSHARED = 3
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Masters and gradients live on the host, in pinned memory or not."""
+
+    pin_memory: bool = True
 
 
 class Buffer:
     """A flat tensor whose memory comes and goes while its views stay."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+    ) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
+        self._fixed = pin_memory  # pinning is dear, and a resize would lose it
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.allocated = True
@@ -73,7 +90,7 @@ class Buffer:
             self.allocated = True
 
     def release(self) -> None:
-        if self.allocated:
+        if self.allocated and not self._fixed:
             self._storage.resize_(0)
             self.allocated = False
 
@@ -94,61 +111,177 @@ class Member:
     names: list[str]
     places: list[tuple[nn.Module, str]]
     original: nn.Parameter
+    dim: int = 0  # the dim that is cut
+    nested: Nested | None = None  # a DTensor by itself (tensor parallel)
+    sharded: bool = False  # `original` holds this rank's rows already (a copy of a sharded model)
+    # What is cut: the parameter's own shape, or that of its local tensor on the other mesh.
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            self.shape = tuple(versions.local_of(self.original.data).shape)
 
     @property
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def registered(self) -> nn.Parameter:
+        """What hangs in the module now."""
+        module, key = self.places[0]
+        parameter = module._parameters.get(key)
+        if parameter is None:
+            raise RuntimeError(
+                f"parameter {self.name!r} was removed after sharding; change the model before it "
+                "is sharded"
+            )
+        return parameter
+
+    def form(self, rows: Rows, mesh: Mesh) -> Form:
+        """How users see it."""
+        return Form.of_rows(rows, mesh) if self.nested is None else self.nested.sharded
+
 
 class Parameters:
-    """The parameter buffers of one unit: `master` and `full`, `visible` and `shown` over them."""
+    """The parameter buffers of one unit: `master` with `visible` over it from the start, `full`
+    with `shown` over it once the unit is first used.
+    """
 
     def __init__(
-        self, members: Sequence[Member], mesh: Mesh, compute_dtype: torch.dtype, plain: bool
+        self,
+        members: Sequence[Member],
+        mesh: Mesh,
+        plain: bool = False,
+        offload: Offload | None = None,
     ) -> None:
-        self.mesh = mesh
-        self.layout = lay_out([tuple(m.original.shape) for m in members], mesh.shard.size)
+        self.mesh, self.plain, self.offload = mesh, plain, offload
+        self.layout = lay_out([m.shape for m in members], mesh.shard.size, [m.dim for m in members])
         self.members = [members[i] for i in self.layout.order]
         own = members[0].original
-        self.dtype, self.compute_dtype = own.dtype, compute_dtype
-        self.master = torch.zeros(self.layout.shard_numel, dtype=own.dtype, device=own.device)
-        self.aliased = mesh.shard.size == 1 and self.dtype == compute_dtype
+        self.dtype = own.dtype
+        self.master = self._make_master(own.dtype, own.device)
         with torch.no_grad():
-            self.visible = [
-                self._make_visible(member, i, plain) for i, member in enumerate(self.members)
-            ]
-            if self.aliased:
-                self.full = self.master
-            else:
-                self.buffer = Buffer(self.layout.full_numel, compute_dtype, own.device)
-                self.full = self.buffer.flat
-        # Writing through `.data` leaves the version counter that autograd checks alone.
-        self.full_bytes = self.full.data
-        self.shown = [
-            nn.Parameter(
-                whole(self.full, self.layout, i), requires_grad=self.visible[i].requires_grad
-            )
-            for i in range(len(self.members))
-        ]
+            self.visible = [self._make_visible(member, i) for i, member in enumerate(self.members)]
+        self.shown: list[nn.Parameter] = []
+        self._remember()
 
-    def _make_visible(self, member: Member, i: int, plain: bool) -> nn.Parameter:
+    def _make_master(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.offload is None or device.type == "meta":
+            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        pin = self.offload.pin_memory
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, pin_memory=pin)
+
+    def _make_visible(self, member: Member, i: int) -> nn.Parameter:
         """Copy this rank's rows into `master`, and make the parameter that users see over them."""
-        rows, rank = self.layout.rows[i], self.mesh.shard.rank
-        local = local_rows(self.master, self.layout, i, rank)
-        start, stop = rows.span(rank)
+        rows = self.layout.rows[i]
+        local = self._local(self.master, i)
         original = member.original
-        local.copy_(original.data if rows.replicated else original.data[start:stop])
-        if plain:
+        values = versions.local_of(original.data)
+        if not local.is_meta:
+            local.copy_(values if member.sharded else self._own_rows(values, rows))
+        if self.plain:
             original.data = local
             return original
-        tensor = as_dtensor(local, rows, self.mesh)
-        visible = nn.Parameter(tensor, requires_grad=original.requires_grad)
+        visible = nn.Parameter(
+            member.form(rows, self.mesh).wrap(local), requires_grad=original.requires_grad
+        )
         visible.__dict__.update(original.__dict__)
         # Whoever still holds the original (an optimizer made too early) must not train or keep it
         # silently.
-        original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+        if type(original.data) is torch.Tensor:
+            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
         original.__dict__["_shardwise_moved"] = member.name
         return visible
+
+    def _own_rows(self, values: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if rows.replicated:
+            return values
+        start, stop = rows.span(self.mesh.shard.rank)
+        return values.narrow(rows.dim, start, stop - start)
+
+    def _local(self, master: torch.Tensor, i: int) -> torch.Tensor:
+        return local_rows(master, self.layout, i, self.mesh.shard.rank)
+
+    def prepare(self, compute_dtype: torch.dtype) -> None:
+        """Make `full` and what modules compute with. Needs parameters with memory."""
+        self.compute_dtype = compute_dtype
+        self.aliased = (
+            self.mesh.shard.size == 1 and self.dtype == compute_dtype and self.offload is None
+        )
+        if self.aliased:
+            self.full = self.master
+        else:
+            self.buffer = Buffer(self.layout.full_numel, compute_dtype, self.mesh.device)
+            self.full = self.buffer.flat
+        # Writing through `.data` leaves the version counter that autograd checks alone.
+        self.full_bytes = self.full.data
+        self.shown = []
+        for i, (member, visible) in enumerate(zip(self.members, self.visible, strict=True)):
+            tensor = whole(self.full, self.layout, i)
+            if member.nested is not None:
+                with torch.no_grad():
+                    tensor = member.nested.whole.wrap(tensor)
+            self.shown.append(nn.Parameter(tensor, requires_grad=visible.requires_grad))
+
+    @property
+    def unmoved(self) -> bool:
+        """What hangs in the modules is what was put there, on the same memory."""
+        for member, visible, known in zip(self.members, self.visible, self._known, strict=True):
+            module, key = member.places[0]
+            if module._parameters.get(key) is not visible:
+                return False
+            local = versions.local_of(visible)
+            if (local.data_ptr(), local.dtype) != known:
+                return False
+        return True
+
+    def follow(self) -> None:
+        """Take over parameters that were moved, cast, given memory or replaced in their modules."""
+        found = [member.registered for member in self.members]
+        locals_ = [versions.local_of(parameter.data) for parameter in found]
+        self._check_alike(found, locals_)
+        with torch.no_grad():
+            master = self._make_master(locals_[0].dtype, locals_[0].device)
+            for i, (visible, parameter, local) in enumerate(
+                zip(self.visible, found, locals_, strict=True)
+            ):
+                rows = self._local(master, i)
+                if not rows.is_meta:
+                    rows.copy_(local)
+                if parameter is not visible:
+                    parameter.requires_grad_(visible.requires_grad)
+                    parameter.__dict__.update(visible.__dict__)
+                if self.plain:
+                    parameter.data = rows
+                else:
+                    versions.set_local(cast(DTensor, parameter), rows)
+        self.visible, self.master, self.dtype = found, master, master.dtype
+        self._remember()
+
+    def _remember(self) -> None:
+        locals_ = [versions.local_of(visible) for visible in self.visible]
+        self._known = [(local.data_ptr(), local.dtype) for local in locals_]
+
+    def _check_alike(self, found: list[nn.Parameter], locals_: list[torch.Tensor]) -> None:
+        """What stands in for a parameter must be sharded as it was, all of a unit alike."""
+        for i, (member, parameter, local) in enumerate(
+            zip(self.members, found, locals_, strict=True)
+        ):
+            wanted = self.layout.rows[i].local_shape(self.mesh.shard.rank)
+            if tuple(local.shape) != wanted or isinstance(parameter.data, DTensor) == self.plain:
+                kind = "plain" if self.plain else "sharded"
+                raise RuntimeError(
+                    f"parameter {member.name!r} was replaced after sharding by a "
+                    f"{type(parameter.data).__name__} whose local shape is {tuple(local.shape)}, "
+                    f"expected a {kind} one of {wanted}; it would be neither sharded nor trained. "
+                    "Change parameters in place, or change the model before it is sharded"
+                )
+            if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
+                raise RuntimeError(
+                    f"parameter {member.name!r} is {local.dtype} on {local.device} now, but "
+                    f"{self.members[0].name!r} of the same unit is {locals_[0].dtype} on "
+                    f"{locals_[0].device}; move or cast the parameters of a unit together"
+                )
 
 
 class Gradients:
@@ -158,41 +291,50 @@ class Gradients:
         self,
         parameters: Parameters,
         trainable: Sequence[int],
-        plain: bool,
         reduce_dtype: torch.dtype,
     ) -> None:
         mesh = parameters.mesh
-        shapes = [parameters.layout.rows[i].shape for i in trainable]
-        self.layout = lay_out(shapes, mesh.shard.size)
+        rows = [parameters.layout.rows[i] for i in trainable]
+        self.layout = lay_out([r.shape for r in rows], mesh.shard.size, [r.dim for r in rows])
         order = [trainable[i] for i in self.layout.order]
         self.members = [parameters.members[i] for i in order]
         self.visible = [parameters.visible[i] for i in order]
         self.shown = [parameters.shown[i] for i in order]
-        self.buffer = Buffer(self.layout.shard_numel, parameters.dtype, parameters.master.device)
-        self.flat = self.buffer.flat
-        locals_ = [
-            local_rows(self.flat, self.layout, i, mesh.shard.rank) for i in range(len(order))
-        ]
-        self.summed = [
-            local if plain else as_dtensor(local, rows, mesh)
-            for local, rows in zip(locals_, self.layout.rows, strict=True)
-        ]
-        self.locals = locals_
-        # Some parameters have no rows to cut (0-d) or nothing in them.
-        self.odd = any(rows.replicated or rows.part == 0 for rows in self.layout.rows)
+        self.plain, self.offload = parameters.plain, parameters.offload
+        self.rank, self.device = mesh.shard.rank, mesh.device
+        self._forms = [m.form(r, mesh) for m, r in zip(self.members, self.layout.rows, strict=True)]
+        # Some parameters have no rows to cut (0-d), nothing in them, or another dim cut.
+        self.odd = any(r.replicated or r.part == 0 or r.dim for r in self.layout.rows)
+        self.nested = any(member.nested for member in self.members)
+        self._make_buffer(parameters.dtype)
         self.slot = self._make_slot(reduce_dtype)
         # A norm counts what every rank holds whole (0-d parameters) on the first rank only.
         counted = self.layout.shard_numel if mesh.shard.rank == 0 else self.layout.counted_numel
         self.counted = self.flat[:counted]
         self.buffer.release()
 
+    def _make_buffer(self, dtype: torch.dtype) -> None:
+        """`gradient` and `summed`: beside the master, so on the host where that is offloaded."""
+        pin = self.offload is not None and self.offload.pin_memory
+        device = self.device if self.offload is None else torch.device("cpu")
+        self.buffer = Buffer(self.layout.shard_numel, dtype, device, pin)
+        self.flat = self.buffer.flat
+        self.locals = [
+            local_rows(self.flat, self.layout, i, self.rank) for i in range(len(self.members))
+        ]
+        self.summed = (
+            self.locals
+            if self.plain
+            else [form.wrap(local) for form, local in zip(self._forms, self.locals, strict=True)]
+        )
+
     def _make_slot(self, dtype: torch.dtype) -> Slot | None:
         """A slot with permanent pieces, where one multi-tensor copy can pack it: on a GPU, with
         every gradient cut evenly among several ranks.
         """
-        even = all(rows.even and rows.part for rows in self.layout.rows)
-        if self.flat.is_cuda and even and self.layout.ranks > 1:
-            return Slot(self.layout, dtype, self.flat.device)
+        even = all(r.even and r.part and not r.dim for r in self.layout.rows)
+        if self.device.type == "cuda" and even and self.layout.ranks > 1:
+            return Slot(self.layout, dtype, self.device)
         return None
 
     @property
@@ -201,29 +343,39 @@ class Gradients:
         return all(parameter.grad is None for parameter in self.visible)
 
     def adopt(self) -> None:
-        """Take over gradients that hang on the parameters from a buffer of another layout."""
-        if self.cleared:
-            return
+        """Take over gradients that hang on the parameters from another buffer; zero the rows of
+        parameters without one.
+        """
         self.buffer.allocate()
         for parameter, local, summed in zip(self.visible, self.locals, self.summed, strict=True):
             grad = parameter.grad
-            if grad is not None:
-                local.copy_(grad.to_local() if isinstance(grad, DTensor) else grad)
+            if grad is None:
+                local.zero_()
+            elif grad is not summed:
+                local.copy_(versions.local_of(grad))
                 parameter.grad = summed
 
-    def clear_missing(self) -> None:
-        """Zero the rows of parameters whose gradient was set to None while others of the unit kept
-        theirs.
+    def release(self) -> bool:
+        """Give back the memory of gradients that nobody has any more. True if somebody still keeps
+        one beyond zero_grad: that memory stays with them, and the buffer is another one now.
         """
-        for parameter, local in zip(self.visible, self.locals, strict=True):
-            if parameter.grad is None:
-                local.zero_()
+        if not self.buffer.allocated:
+            return False
+        kept = any(getrefcount(summed) > _UNSHARED for summed in self.summed)
+        if kept:
+            self._make_buffer(self.flat.dtype)
+            self.counted = self.flat[: self.counted.numel()]
+        self.buffer.release()
+        return kept
 
     def attach(self, absent: frozenset[str]) -> None:
         """Hang the summed gradients on the visible parameters, but for those of names `absent`."""
         for member, parameter, summed in zip(self.members, self.visible, self.summed, strict=True):
             if not absent or member.name not in absent:
                 parameter.grad = summed
+                hooks = parameter._post_accumulate_grad_hooks
+                for hook in hooks.values() if hooks else ():
+                    hook(parameter)
 
 
 class Slot:
@@ -259,19 +411,3 @@ def local_rows(shard: torch.Tensor, layout: Layout, i: int, rank: int) -> torch.
     """The rows of the i-th parameter that `rank` keeps, in a shard-sized buffer."""
     start, shape = layout.offsets[i], layout.rows[i].local_shape(rank)
     return shard[start : start + torch.Size(shape).numel()].view(shape)
-
-
-def as_dtensor(local: torch.Tensor, rows: Rows, mesh: Mesh) -> DTensor:
-    """A DTensor over this rank's rows; shares their memory."""
-    return DTensor.from_local(
-        local,
-        mesh.device_mesh,
-        mesh.placements(rows.replicated),
-        run_check=False,
-        shape=torch.Size(rows.shape),
-        stride=_contiguous_stride(rows.shape),
-    )
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

@@ -9,24 +9,61 @@ only swap references; `hide` never frees, `free` always hides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.comms.lanes import Lane
 from shardwise.comms.real import DONE, Handle
-from shardwise.planning.plan import Plan
+from shardwise.sharding.forms import Form
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.route import Route, nothing_to_unpack
-from shardwise.sharding.storage import Buffer, Gradients, Member, Parameters
+from shardwise.sharding.storage import Buffer, Gradients, Member, Offload, Parameters
 
 
 class State(Enum):
     FREE = "free"
     GATHERING = "gathering"
     READY = "ready"
+
+
+@dataclass
+class Options:
+    """What one unit does; from the Plan, or from one call of the compat surface, whose setters may
+    change it between passes.
+    """
+
+    compute_dtype: torch.dtype | None = None  # None: the parameters' own
+    reduce_dtype: torch.dtype | None = None  # None: the parameters' own
+    gather: str = "auto"
+    plain: bool = False  # users see plain tensors (ddp)
+    offload: Offload | None = None
+    keep: bool | int = False  # full parameters from forward to backward: all, none, or 1/k
+    stays_shown: bool = False  # kept parameters also stay in their modules' places
+    keep_after_backward: bool = False
+    gathers_in_backward: bool = True
+    zeroes_unused: bool = False  # parameters that no rank used get zeros, not None
+    scatters: bool = True  # reduce-scatter at the next backward, else only add up here
+    all_reduces: bool = True  # and all-reduce over the replicas
+    divide_before: float = 1.0  # gradients, before and after they are summed
+    divide_after: float = 1.0
+    gather_ahead: list[Unit] | None = None  # instead of the recorded order, in forward
+    gather_ahead_backward: list[Unit] | None = None
+    custom_gather: Any = None  # objects with `allocate` and a call, as torch's AllGather
+    custom_scatter: Any = None
+    after_reduce: Callable[[torch.Tensor], None] | None = None
+    after_reduce_stream: torch.cuda.Stream | None = None
+
+    def dtypes(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Compute and reduce dtype of parameters whose own dtype is `own`. Integers stay."""
+        if not own.is_floating_point:
+            return own, own
+        return self.compute_dtype or own, self.reduce_dtype or own
 
 
 class Unit:
@@ -37,31 +74,64 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         members: Sequence[Member],
-        plan: Plan,
         mesh: Mesh,
-        lane: Lane,
-        is_root: bool,
+        options: Options,
+        is_root: bool = False,
     ) -> None:
         self.name, self.modules, self.is_root = name, list(modules), is_root
-        own = str(members[0].original.dtype).removeprefix("torch.")
-        _, compute_dtype, self.reduce_dtype = plan.dtypes(own)
-        self.plain = plan.strategy.state == "replicate"
-        self.parameters = Parameters(members, mesh, compute_dtype, self.plain)
-        p = self.parameters
-        self.casts_inputs = compute_dtype if compute_dtype.is_floating_point else None
+        self.mesh, self.options = mesh, options
+        self.parameters = Parameters(members, mesh, options.plain, options.offload)
+        self.register()
+        self.state = State.FREE
+        self.prepared = False
+        self.is_shown = False
+        # Whether full is older than master: true from an optimizer step to the next gather.
+        self.stale = False
+        self.remaining = len(self.modules)  # modules of the unit still to run in this forward
+        # The reduce's state over the micro-batches of a step.
+        self.opened = False  # a reduce of this step has looked at the gradient buffer
+        self.overwrite = False  # what the buffer holds is worth nothing: the next sum overwrites it
+        self.accumulator: torch.Tensor | None = None  # local gradients not yet scattered
+        self.partial: torch.Tensor | None = None  # scattered sums not yet all-reduced
+        # Backward's state: gradients still to come, inputs whose gradient is still to come, reduced
+        # already, summed over all ranks already.
+        self.left = 0
+        self.open_inputs = 0
+        self.issued = False
+        self.complete = False
+        self.gradients: Gradients | None = None
+        self.trainable: tuple[bool, ...] = ()
+
+    def register(self) -> None:
+        """Hang the visible parameters in their modules."""
+        for member, visible in zip(self.parameters.members, self.parameters.visible, strict=True):
+            for module, key in member.places:
+                module._parameters[key] = visible
+
+    def prepare(self, lane: Lane) -> None:
+        """Make all that only a running unit needs: full parameters, routes, gradients."""
+        p, options = self.parameters, self.options
+        compute_dtype, self.reduce_dtype = options.dtypes(p.dtype)
+        p.prepare(compute_dtype)
         self.lane = lane
-        self.home = (
-            None if p.aliased else Route(mesh.shard, p.layout, p.master, p.full_bytes, plan.gather)
-        )
+        self._arrived = lane.make_event()  # a gather's end, recorded anew each time
+        self.packed = lane.make_event()
+        self._handle: Handle = DONE
+        self._unpack = nothing_to_unpack
+        self.home = None if p.aliased else self._make_home()
         self.kept_buffer: Buffer | None = None
         self.kept_route: Route | None = None
-        if mesh.keep is not None:
-            pieces = p.layout.full_numel // mesh.keep.size
-            self.kept_buffer = Buffer(pieces, compute_dtype, p.master.device)
+        self._kept_places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        if self.mesh.keep is not None and not p.aliased:
+            pieces = p.layout.full_numel // self.mesh.keep.size
+            self.kept_buffer = Buffer(pieces, compute_dtype, self.mesh.device)
+            flat = self.kept_buffer.flat
             self.kept_route = Route(
-                mesh.keep, p.layout, self.kept_buffer.flat, p.full_bytes, plan.gather
+                self.mesh.keep, p.layout, flat, p.full_bytes, options.gather, whole=True
             )
+            self._kept_places = self._make_kept() if options.stays_shown else []
             self.kept_buffer.release()
+        self._route = self.home
         if not p.aliased:
             p.buffer.release()  # every view is made; the bytes come with the first gather
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
@@ -70,36 +140,67 @@ class Unit:
             for member, shown, visible in zip(p.members, p.shown, p.visible, strict=True)
             for module, key in member.places
         ]
-        for places, key, _, visible in self._places:
-            places[key] = visible
         # With n = 1 and no cast the full parameters are the master: always there, nothing to move.
         self.state = State.READY if p.aliased else State.FREE
-        self.stale = (
-            False  # full is older than master; true from an optimizer step to the next gather
-        )
-        self.is_shown = False
-        self._handle: Handle = DONE
-        self._arrived, self.packed = lane.make_event(), lane.make_event()
-        self._unpack = nothing_to_unpack
-        self._route = self.home
-        # The reduce's state over the micro-batches of a step.
-        self.opened = False  # a reduce of this step has looked at the gradient buffer
-        self.overwrite = False  # what the buffer holds is worth nothing: the next sum overwrites it
-        self.accumulator: torch.Tensor | None = (
-            None  # local gradients not yet scattered (sync "last")
-        )
-        self.partial: torch.Tensor | None = (
-            None  # scattered sums not yet all-reduced (the delayed sync)
-        )
-        # Backward's state: gradients still to come, inputs whose gradient is still to come, reduced
-        # already.
-        self.left = 0
-        self.open_inputs = 0
-        self.issued = False
-        self.remaining = 0  # modules of the unit still to run in this forward
-        self.gradients: Gradients | None = None
-        self.trainable: tuple[bool, ...] = ()
+        self.stale = False
+        self.gathered_version = -1
+        self.trainable = ()
+        self.prepared = True
         self.follow_requires_grad()
+
+    def _make_home(self) -> Route:
+        p, options = self.parameters, self.options
+        with p.buffer.present():
+            return Route(
+                self.mesh.shard,
+                p.layout,
+                p.master,
+                p.full_bytes,
+                options.gather,
+                options.custom_gather,
+            )
+
+    def _make_kept(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        """What users see while a smaller group keeps the unit: DTensors on that group's mesh, for
+        parameters whose pieces are the rows such a DTensor has.
+        """
+        p, mesh, route = self.parameters, self.mesh.keep_mesh, self.kept_route
+        if mesh is None or route is None:
+            return []
+        moved = [i for i, rows in enumerate(p.layout.rows) if rows.part > 0]
+        made = []
+        for i, piece in zip(moved, route.pieces, strict=True):
+            rows, member = p.layout.rows[i], p.members[i]
+            if not rows.even or rows.dim or member.nested is not None:
+                continue
+            form = Form(mesh, (Replicate(), Shard(0)), torch.Size(rows.shape))
+            with torch.no_grad():
+                tensor = form.wrap(piece.view(-1, *rows.shape[1:]))
+            kept = nn.Parameter(tensor, requires_grad=p.visible[i].requires_grad)
+            made += [(module._parameters, key, kept) for module, key in member.places]
+        return made
+
+    def reroute(self) -> None:
+        """Gather by the options as they are now."""
+        if self.prepared and self.home is not None:
+            self.free()
+            self.home = self._route = self._make_home()
+
+    def follow(self) -> bool:
+        """Take over parameters that were cast, moved or replaced since; true if they were, and the
+        unit has to be prepared again.
+        """
+        shown = self.is_shown
+        self.hide()
+        if self.parameters.unmoved:
+            if shown:
+                self.show()
+            return False
+        self.free()
+        self.parameters.follow()
+        self.register()
+        self.prepared = False
+        return True
 
     def follow_requires_grad(self) -> bool:
         """Take over which visible parameters are trainable now; true if that changed."""
@@ -111,15 +212,21 @@ class Unit:
         for shown, trains in zip(p.shown, trainable, strict=True):
             shown.requires_grad_(trains)
         trained = [i for i, trains in enumerate(trainable) if trains]
-        self.gradients = self._make_gradients(trained)
-        if self.gradients is not None:
+        self.gradients = Gradients(p, trained, self.reduce_dtype) if trained else None
+        if self.gradients is not None and not self.gradients.cleared:
             self.gradients.adopt()
         return True
 
-    def _make_gradients(self, trained: list[int]) -> Gradients | None:
-        if not trained:
-            return None
-        return Gradients(self.parameters, trained, self.plain, self.reduce_dtype)
+    @property
+    def casts_inputs(self) -> torch.dtype | None:
+        """What a module of this unit computes in; None for integers."""
+        dtype = self.options.dtypes(self.parameters.dtype)[0]
+        return dtype if dtype.is_floating_point else None
+
+    @property
+    def changed(self) -> bool:
+        """The masters were written since the last gather."""
+        return self.parameters.master._version != self.gathered_version
 
     @property
     def frees_early(self) -> bool:
@@ -147,6 +254,7 @@ class Unit:
         self.stale = False
         if p.aliased:
             return
+        self.gathered_version = p.master._version
         route = self._route
         assert route is not None
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.
@@ -175,7 +283,7 @@ class Unit:
         self.state = State.READY
 
     def show(self) -> None:
-        if not self.is_shown:
+        if not self.is_shown or self._kept_places:
             for places, key, shown, _ in self._places:
                 places[key] = shown
             self.is_shown = True
@@ -202,6 +310,11 @@ class Unit:
             kept.allocate()
             torch._foreach_copy_(route.pieces, route.own)
             self._route = route
+            self.free()
+            for places, key, parameter in self._kept_places:
+                places[key] = parameter
+            self.is_shown = bool(self._kept_places)
+            return
         self.free()
 
     def forget_kept(self) -> None:

@@ -1,0 +1,76 @@
+"""torch's own policy classes, so that whoever tests with `isinstance` finds them, and what they say
+in the engine's words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from shardwise.sharding.storage import Offload
+from shardwise.sharding.unit import Options
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # torch before 2.12
+
+    @dataclass
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        """Which dims of a full mesh are data parallel: sharded over, or replicated over."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError(
+                    "At least one of shard or replicate must be set in DataParallelMeshDims"
+                )
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            return _names(self.shard)
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+def make_options(
+    precision: MixedPrecisionPolicy, offload: OffloadPolicy, keep: bool | int
+) -> Options:
+    """The options of one call. Gradients are reduced in the dtype they are computed in, unless the
+    policy says another.
+    """
+    host = None
+    if isinstance(offload, CPUOffloadPolicy):
+        host = Offload(offload.pin_memory and torch.cuda.is_available())
+    return Options(
+        compute_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+        offload=host,
+        keep=keep,
+        stays_shown=True,
+    )
+
+
+def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
+    """Divide gradients by `factor` in all. A dtype of small range takes about the square root of it
+    before the sum and the rest after, so that neither end of the range is left.
+    """
+    before = 1.0
+    if reduce_dtype not in (torch.float32, torch.bfloat16):
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+    options.divide_before, options.divide_after = before, factor / before

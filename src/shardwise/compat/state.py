@@ -1,0 +1,197 @@
+"""What one call of `fully_shard` leaves on its modules, and how an engine is formed of all calls at
+the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shardwise.comms.lanes import Lanes
+from shardwise.compat.policies import MixedPrecisionPolicy
+from shardwise.runtime.api import bind
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.hooks import Node
+from shardwise.runtime.policy import Policy
+from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.unit import Unit
+
+_ATTRIBUTE = "_shardwise_state"
+
+
+class State:
+    """One call: its modules, the units that their parameters form, and the hooks on them."""
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        units: list[Unit],
+        mesh: Mesh,
+        precision: MixedPrecisionPolicy,
+        auto_keep: bool,
+    ) -> None:
+        self.modules, self.units, self.mesh, self.precision = modules, units, mesh, precision
+        self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
+        self.lanes: Lanes | None = None
+        self.engine: Engine | None = None
+        self.reduce_depth = 1
+        self.is_last_backward = True
+        casts = precision.param_dtype if precision.cast_forward_inputs else None
+        self.nodes = [
+            Node(module, units, self._form, casts, precision.output_dtype) for module in modules
+        ]
+        self.attach(hang=False)
+
+    def node(self, module: nn.Module) -> Node:
+        return next(node for node in self.nodes if node.module is module)
+
+    def prepare(self) -> None:
+        """Make the units ready to be gathered outside a forward."""
+        for unit in self.units:
+            unit.follow()
+            if not unit.prepared:
+                check_memory([unit])
+                unit.prepare(self.get_lanes().gather)
+
+    def get_lanes(self) -> Lanes:
+        if self.engine is not None:
+            return self.engine.lanes
+        if self.lanes is None:
+            self.lanes = Lanes(self.mesh.device)
+        return self.lanes
+
+    def share(self, lanes: Lanes) -> None:
+        """Move on other lanes from now on."""
+        self.lanes = lanes
+        if self.engine is not None:
+            self.engine.share(lanes)
+        for unit in self.units:
+            if unit.prepared:
+                unit.lane = lanes.gather
+
+    def attach(self, hang: bool = True) -> None:
+        """Let the modules know; put the hooks on them again."""
+        for module in self.modules:
+            module.__dict__[_ATTRIBUTE] = self
+        if hang:
+            for node in self.nodes:
+                node.hang()
+        self._watch_state_dicts()
+
+    def detach(self) -> None:
+        """Take all of it off the modules again."""
+        for node in self.nodes:
+            node.unhang()
+        for handle in self._handles:
+            handle.remove()
+        for module in self.modules:
+            del module.__dict__[_ATTRIBUTE]
+
+    def _watch_state_dicts(self) -> None:
+        """Whoever saves or loads finds the sharded parameters in their places."""
+        owners = {
+            id(module): module
+            for unit in self.units
+            for member in unit.parameters.members
+            for module, _ in member.places
+        }
+        self._handles = []
+        for module in owners.values():
+            self._handles.append(module.register_state_dict_pre_hook(self._before_saving))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._before_loading))
+
+    def _before_saving(self, module: nn.Module, *_: Any) -> None:
+        for unit in self.units:
+            unit.hide()
+
+    def _before_loading(self, module: nn.Module, *_: Any) -> None:
+        for unit in self.units:
+            unit.free()
+
+    def _form(self) -> Engine:
+        """The first forward runs through this call's module: it is the root of an engine of all
+        calls inside it.
+        """
+        if len(self.modules) > 1:
+            raise RuntimeError(f"FSDP requires a single root module but got {tuple(self.modules)}")
+        root = self.modules[0]
+        states: list[State] = []
+        for name, state in states_in(root):
+            if state.engine is not None:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
+            if state not in states:
+                states.append(state)
+        if self.auto_keep:
+            for unit in self.units:
+                unit.options.keep = True
+        units = [unit for state in states for unit in state.units]
+        _name(root, states)
+        for unit in units:
+            unit.is_root = unit in self.units
+            unit.follow()
+        check_memory(units)
+        lanes = next((s.lanes for s in states if s.lanes is not None), None)
+        policy = Policy(reduce_depth=max(state.reduce_depth for state in states))
+        mesh = units[0].mesh if units else self.mesh
+        engine = Engine(root, units, mesh, policy, lanes or Lanes(self.mesh.device))
+        engine.last_backward = self.is_last_backward
+        for state in states:
+            state.engine = engine
+            for node in state.nodes:
+                node.join(engine, is_root=node.module is root)
+        if self.mesh.device.type != "cpu":
+            self.node(root).input_device = self.mesh.device
+        bind(root, engine)
+        return engine
+
+
+def state_of(module: nn.Module) -> State | None:
+    state = module.__dict__.get(_ATTRIBUTE)
+    return state if isinstance(state, State) else None
+
+
+def states_in(root: nn.Module) -> Iterator[tuple[str, State]]:
+    """Every sharded module in `root`, by name, with its state; a state of several modules comes
+    several times.
+    """
+    for name, module in root.named_modules():
+        state = state_of(module)
+        if state is not None:
+            yield name, state
+
+
+def check_memory(units: list[Unit]) -> None:
+    """Error that lists the parameters still without memory."""
+    missing = [
+        member.name
+        for unit in units
+        if unit.parameters.master.is_meta
+        for member in unit.parameters.members
+    ]
+    if missing:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {missing}\nFor example, call "
+            "module.to_empty(device) to materialize to device and call module.reset_parameters() "
+            "on each module to initialize values, or shardwise.materialize(module)."
+        )
+
+
+def _name(root: nn.Module, states: list[State]) -> None:
+    """Name parameters and units as the root does."""
+    names: dict[tuple[int, str], list[str]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key in module._parameters:
+            names.setdefault((id(module), key), []).append(f"{prefix}.{key}" if prefix else key)
+    modules = {id(module): name or "root" for name, module in root.named_modules()}
+    for state in states:
+        label = ", ".join(modules[id(module)] for module in state.modules)
+        for i, unit in enumerate(state.units):
+            unit.name = label if len(state.units) == 1 else f"{label}[{i}]"
+            for member in unit.parameters.members:
+                member.names = [n for m, key in member.places for n in names[id(m), key]]

@@ -1,0 +1,280 @@
+"""`fully_shard`: from one call to units of the engine."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.compat import meshes
+from shardwise.compat.meshes import Axes
+from shardwise.compat.module import FSDPModule
+from shardwise.compat.policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    divide,
+    make_options,
+)
+from shardwise.compat.state import State, state_of
+from shardwise.runtime.guard import watch_optimizers
+from shardwise.sharding.storage import Member
+from shardwise.sharding.unit import Unit
+
+Placed = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shard `module` (or several, as one group) in place as torch's `fully_shard` does, and return
+    it. Call it bottom-up: parameters of modules that are sharded already stay with those.
+
+    Finds the parameters, moves them to the mesh's device, cuts each over the mesh, hangs DTensors
+    in their places, and makes the module an instance of FSDPModule.
+    """
+    modules = _check_modules(module)
+    axes = meshes.find_axes(mesh or meshes.default_mesh(), dp_mesh_dims)
+    keep = meshes.keep_size(True if reshard_after_forward is None else reshard_after_forward, axes)
+    ours = meshes.make_mesh(axes, keep)
+    managed = _managed_modules(modules, ignored_params or set())
+    parameters = _find_parameters(managed, ignored_params or set())
+    _move([p for p, _ in parameters], managed, ours.device)
+    units: list[Unit] = []
+    for members, own_axes in _group(parameters, axes, shard_placement_fn):
+        options = make_options(mp_policy, offload_policy, keep)
+        own_mesh = meshes.make_mesh(own_axes, keep)
+        unit = Unit(type(modules[0]).__name__, modules, members, own_mesh, options)
+        divide(options, options.dtypes(unit.parameters.dtype)[1], own_mesh.ranks)
+        units.append(unit)
+    state = State(modules, units, ours, mp_policy, reshard_after_forward is None)
+    for unit in units:
+        note_home(unit, state)
+    for each in modules:
+        _become(each)
+    watch_optimizers()
+    return module
+
+
+def _check_modules(module: Any) -> list[nn.Module]:
+    """The outermost of the given modules, none of which is sharded or a mere container."""
+    given = [module] if isinstance(module, nn.Module) else list(module)
+    for each in given:
+        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not _has_forward(each):
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {each}"
+            )
+        if state_of(each) is not None:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once: "
+                f"fully_shard has already been applied to {type(each).__name__}"
+            )
+    inside = {id(m) for each in given for m in each.modules() if m is not each}
+    return [each for each in given if id(each) not in inside]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _managed_modules(roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules whose own parameters the call takes: all but those sharded already, and those in
+    which everything is ignored.
+    """
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen or (module not in roots and state_of(module) is not None):
+            return
+        seen.add(id(module))
+        for child in module.children():
+            visit(child)
+        found.append(module)
+
+    for root in roots:
+        visit(root)
+    return [m for m in found if not ignored or not _is_ignored(m, ignored)]
+
+
+def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    parameters = list(module.parameters())
+    return all(p in ignored for p in parameters) and not any(True for _ in module.buffers())
+
+
+def _find_parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> list[Placed]:
+    """Every parameter once, with all places where it hangs."""
+    found: dict[int, Placed] = {}
+    for module in managed:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                found.setdefault(id(parameter), (parameter, []))[1].append((module, key))
+    return list(found.values())
+
+
+def _move(
+    parameters: Iterable[nn.Parameter], managed: list[nn.Module], device: torch.device
+) -> None:
+    """Parameters and buffers to the mesh's device, but for what has no memory yet."""
+    buffers = [b for module in managed for b in module.buffers(recurse=False)]
+    for tensor in (*parameters, *buffers):
+        if tensor.device == device or tensor.device.type == "meta":
+            continue
+        if isinstance(tensor.data, DTensor):
+            raise ValueError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{tensor.data.device_mesh.device_type} for DTensor and {device.type} for FSDP"
+            )
+        tensor.data = tensor.data.to(device)
+
+
+def _group(
+    parameters: list[Placed], axes: Axes, placement_fn: Callable[[nn.Parameter], Any] | None
+) -> list[tuple[list[Member], Axes]]:
+    """Parameters that can travel together: of one dtype, over one mesh."""
+    groups: dict[tuple[Any, ...], tuple[list[Member], Axes]] = {}
+    for parameter, hangs in parameters:
+        dim, own_axes = _placement(parameter, axes, placement_fn)
+        home = parameter.__dict__.get("_shardwise_home")
+        if home is not None:
+            member = home.give_up(parameter, hangs)
+        else:
+            nested = meshes.nest(parameter, own_axes, dim)
+            member = Member([hangs[0][1]], hangs, parameter, dim, nested)
+            _check_cut(member, own_axes)
+        key = (parameter.dtype, id(own_axes.mesh), own_axes.shards)
+        groups.setdefault(key, ([], own_axes))[0].append(member)
+    return list(groups.values())
+
+
+def _placement(
+    parameter: nn.Parameter, axes: Axes, placement_fn: Callable[[nn.Parameter], Any] | None
+) -> tuple[int, Axes]:
+    """The dim to cut and the axes to cut it over; `placement_fn` may choose both."""
+    chosen = placement_fn(parameter) if placement_fn is not None else None
+    if chosen is None:
+        return 0, axes
+    info = getattr(chosen, "mesh_info", None)
+    if info is not None:  # torch's ShardPlacementResult
+        axes = meshes.axes_of_info(info, axes)
+        chosen = chosen.placement
+        if chosen is None:
+            return 0, axes
+    if not isinstance(chosen, Shard):
+        raise ValueError(f"Invalid shard_placement_fn result: {chosen}")
+    dim = chosen.dim if chosen.dim >= 0 else chosen.dim + parameter.ndim
+    if not 0 <= dim < max(parameter.ndim, 1):
+        raise AssertionError(
+            f"Shard dim {chosen.dim} is invalid for {parameter.ndim}D tensor: {parameter.shape}"
+        )
+    return dim, axes
+
+
+def _check_cut(member: Member, axes: Axes) -> None:
+    if member.dim and member.shape[member.dim] % axes.shard_size:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {member.dim}: "
+            f"{torch.Size(member.shape)} (world size: {axes.shard_size})"
+        )
+
+
+class Home:
+    """Where a parameter went, for a later call that meets it again: a weight tied across groups."""
+
+    def __init__(self, unit: Unit, state: State, member: Member) -> None:
+        self.unit, self.state, self.member = weakref.ref(unit), weakref.ref(state), member
+
+    def give_up(self, parameter: nn.Parameter, hangs: list[tuple[nn.Module, str]]) -> Member:
+        """Take the parameter out of its unit, to be kept by an enclosing one, whose forward covers
+        all its places.
+        """
+        unit, state = self.unit(), self.state()
+        if unit is None or state is None or state.engine is not None:
+            raise ValueError(
+                f"parameter {hangs[0][1]!r} is shared with a module whose forward has run already; "
+                "call fully_shard on every module before the first forward"
+            )
+        kept = [m for m in unit.parameters.members if m is not self.member]
+        visible = dict(zip(map(id, unit.parameters.members), unit.parameters.visible, strict=True))
+        places = [*self.member.places, *hangs]
+        member = _resharded(self.member, visible[id(self.member)], places)
+        state.units.remove(unit)
+        if kept:
+            rest = [_resharded(m, visible[id(m)], m.places) for m in kept]
+            smaller = Unit(unit.name, unit.modules, rest, unit.mesh, unit.options)
+            state.units.append(smaller)
+            note_home(smaller, state)
+        return member
+
+
+def _resharded(
+    member: Member, visible: nn.Parameter, places: list[tuple[nn.Module, str]]
+) -> Member:
+    """The member for another unit: its rows are cut already."""
+    return Member(
+        member.names, places, visible, member.dim, member.nested, sharded=True, shape=member.shape
+    )
+
+
+def note_home(unit: Unit, state: State) -> None:
+    """Let the original parameters know where they went."""
+    for member in unit.parameters.members:
+        member.original.__dict__["_shardwise_home"] = Home(unit, state, member)
+
+
+_classes: dict[type, type] = {}
+
+
+def _become(module: nn.Module) -> None:
+    """Swap the module's class for one that is also an FSDPModule."""
+    original = type(module)
+    if original not in _classes:
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    module.__class__ = _classes[original]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method gather and free the module's parameters as `forward` does. Does nothing
+    for a module that is not sharded.
+    """
+    if not isinstance(module, TorchFSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    state, method = state_of(module), getattr(module, method_name)
+    assert state is not None
+    node = state.node(module)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = node.before(module, args, kwargs)
+        return node.after(module, args, method(*args, **kwargs))
+
+    setattr(module, method_name, call)
+
+
+def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
+    """Let several sharded models (the stages of a pipeline) use the same streams."""
+    states: list[State] = []
+    for module in modules:
+        state = state_of(module) if isinstance(module, nn.Module) else None
+        if state is None:
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+        states.append(state)
+    for state in states[1:]:
+        state.share(states[0].get_lanes())
