@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shardwise.comms import versions
 from shardwise.compat.state import State, states_in
+from shardwise.sharding.forms import Form
 from shardwise.sharding.storage import Member
 from shardwise.sharding.unit import Unit
 
@@ -28,6 +32,10 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state.detach()
         for m in state.modules:
             m.__class__ = type(m).__mro__[3]
+    for state in states:
+        for unit in state.units:
+            for parameter in unit.parameters.visible:
+                memo[id(parameter)] = _copy_parameter(parameter)
     try:
         twin = copy.deepcopy(module, memo)
     finally:
@@ -45,6 +53,19 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         _repeat(state, copies)
         for m in state.modules:
             copies[id(m)].__class__ = classes[id(m)]
+    return twin
+
+
+def _copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A sharded parameter with its gradient; torch's own deep copy knows no DTensors."""
+    data, grad = cast(DTensor, parameter.data), parameter.grad
+    with torch.no_grad():
+        form = Form.of(data)
+        twin = nn.Parameter(
+            form.wrap(versions.local_of(data).clone()), requires_grad=parameter.requires_grad
+        )
+        if grad is not None:
+            twin.grad = form.wrap(versions.local_of(grad).clone())
     return twin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,10 +44,18 @@ def default_mesh() -> DeviceMesh:
     """All ranks on one axis, on the accelerator if there is one."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
-    usable = versions.supported_devices(dist.group.WORLD)
-    kind = accelerator.type if accelerator is not None and accelerator.type in usable else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _defaults:
+        accelerator = torch.accelerator.current_accelerator()
+        usable = versions.supported_devices(world)
+        kind = accelerator.type if accelerator is not None and accelerator.type in usable else "cpu"
+        _defaults[world] = init_device_mesh(kind, (dist.get_world_size(),))
+    return _defaults[world]
+
+
+# One for all calls without a mesh, gone with its world.
+_defaults: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 def find_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Axes:

@@ -59,6 +59,7 @@ def make_options(
     return Options(
         compute_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+        precision=precision,
         offload=host,
         keep=keep,
         stays_shown=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from shardwise.compat.policies import (
     make_options,
 )
 from shardwise.compat.state import State, state_of
+from shardwise.runtime.explain import explain
 from shardwise.runtime.guard import watch_optimizers
+from shardwise.sharding.extended import is_extended
 from shardwise.sharding.storage import Member
 from shardwise.sharding.unit import Unit
 
@@ -157,7 +160,9 @@ def _group(
             nested = meshes.nest(parameter, own_axes, dim)
             member = Member([hangs[0][1]], hangs, parameter, dim, nested)
             _check_cut(member, own_axes)
-        key = (parameter.dtype, id(own_axes.mesh), own_axes.shards)
+        # A parameter that brings its own all-gather travels alone.
+        alone = id(parameter) if is_extended(parameter) else None
+        key = (parameter.dtype, id(own_axes.mesh), own_axes.shards, alone)
         groups.setdefault(key, ([], own_axes))[0].append(member)
     return list(groups.values())
 
@@ -244,8 +249,39 @@ def _become(module: nn.Module) -> None:
     """Swap the module's class for one that is also an FSDPModule."""
     original = type(module)
     if original not in _classes:
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+        methods = {name: _explained(method) for name, method in _methods(original)}
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), methods)
     module.__class__ = _classes[original]
+
+
+def _methods(kind: type) -> Iterable[tuple[str, Callable[..., Any]]]:
+    """The methods that a class and its bases add to nn.Module's, but for `forward`."""
+    known = {*dir(nn.Module), *dir(FSDPModule)}
+    for base in reversed(kind.__mro__):
+        if base is nn.Module or not issubclass(base, nn.Module):
+            continue
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and name not in known and name[:2] != "__":
+                yield name, value
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose error for reading sharded parameters names the call that makes it work."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            name = method.__name__
+            explain(
+                error,
+                f"Call register_fsdp_forward_method(module, {name!r}) before `{name}`, so that it "
+                "gathers the module's parameters as forward does",
+            )
+            raise
+
+    return call
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -27,6 +27,7 @@ examples:
   shardwise bench step --against torch
   shardwise bench step --cases fake8 --strategies zero3 --steps 100
   shardwise bench step --cases h200 --json benchmarks/step-h200.json
+  shardwise bench step --through fully_shard
   shardwise bench step --quick            every path in seconds; its figures mean nothing
 """
 
@@ -57,6 +58,13 @@ def add_parser(subparsers: Any) -> None:
     )
     step.add_argument(
         "--strategies", metavar="A,B", help="of zero3, zero2, ddp; default: all that a case has"
+    )
+    step.add_argument(
+        "--through",
+        choices=["plan", "fully_shard"],
+        default="plan",
+        help="how shardwise is used: by a Plan with its flat optimizer, or by torch's own program "
+        "with the import of fully_shard changed (default: plan)",
     )
     step.add_argument("--steps", type=int, metavar="N", help="timed steps of each candidate")
     step.add_argument("--quick", action="store_true", help="two blocks, four steps: a trial run")
@@ -92,7 +100,9 @@ def bench_step(arguments: argparse.Namespace) -> None:
     from shardwise.measurement.results import print_table, write_json
     from shardwise.measurement.step import BenchmarkError, Options, run_family, select
 
-    families = select(cases, Options(strategies, arguments.steps, arguments.quick))
+    families = select(
+        cases, Options(strategies, arguments.steps, arguments.quick, arguments.through)
+    )
     environment = describe_environment(arguments.commit)
     rows: list[dict[str, Any]] = []
     try:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise import compat
 from shardwise.measurement.benchmark import Step
 from shardwise.measurement.models import LM, compute_loss
 from shardwise.planning.plan import DTYPES, Plan
@@ -97,22 +99,39 @@ def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
 
 def wrap_theirs(model: LM, strategy: str, precision: Precision) -> Wrapped:
     """torch: `fully_shard` on each block, then on the root; or DistributedDataParallel as it is."""
-    if PEERS[strategy] == "DistributedDataParallel":
-        wrapped: nn.Module = DistributedDataParallel(model)
-        settings: dict[str, Any] = {"wrap": "DistributedDataParallel, its defaults"}
-    else:
-        # None is torch's own choice: all but the root are resharded.
-        reshard = False if strategy == "zero2" else None
-        mesh = _mesh(next(model.parameters()).device.type)
-        for module in (*model.layers, model):
-            fully_shard(
-                module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision.policy
-            )
-        wrapped = model
-        settings = {"wrap": "fully_shard of each block, then the root"}
-        settings["reshard_after_forward"] = reshard
+    if PEERS[strategy] == "fully_shard":
+        return _wrap_by(fsdp.fully_shard, model, strategy, precision)
+    wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), **OPTIMIZER)
-    return Wrapped(wrapped, optimizer, 1, settings | {"optimizer": "AdamW"})
+    settings = {"wrap": "DistributedDataParallel, its defaults", "optimizer": "AdamW"}
+    return Wrapped(wrapped, optimizer, 1, settings)
+
+
+def wrap_dropin(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """torch's program with the import changed: `from shardwise import fully_shard`."""
+    return _wrap_by(compat.fully_shard, model, strategy, precision)
+
+
+def _wrap_by(
+    fully_shard: Callable[..., Any], model: LM, strategy: str, precision: Precision
+) -> Wrapped:
+    # None is torch's own choice: all but the root are resharded.
+    reshard = False if strategy == "zero2" else None
+    mesh = _mesh(next(model.parameters()).device.type)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision.policy)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    settings = {
+        "wrap": f"{fully_shard.__module__.partition('.')[0]}: fully_shard of each block, then the "
+        "root",
+        "reshard_after_forward": reshard,
+        "optimizer": "AdamW",
+    }
+    return Wrapped(model, optimizer, 1, settings)
+
+
+# How a program reaches shardwise: by a Plan, or through torch's surface.
+OURS = {"plan": wrap_ours, "fully_shard": wrap_dropin}
 
 
 _meshes: dict[str, DeviceMesh] = {}

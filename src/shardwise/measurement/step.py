@@ -52,6 +52,7 @@ class Case:
     warmup: int
     precision: Precision = OWN
     network: Network | None = None  # emulated, if any
+    through: str = "plan"  # how shardwise is used (engines.OURS)
 
     def quick(self) -> Case:
         """The same path in seconds; its figures mean nothing."""
@@ -113,6 +114,7 @@ class Options:
     strategies: tuple[str, ...] | None = None
     steps: int | None = None
     quick: bool = False
+    through: str = "plan"
 
     def apply(self, family: Family) -> Family:
         """The family's cases as asked for; those without a strategy left are left out."""
@@ -122,6 +124,10 @@ class Options:
                 case = case.quick()
             if self.steps is not None:
                 case = dataclasses.replace(case, steps=self.steps)
+            if self.through != "plan":
+                # torch's surface has no data parallel without shards.
+                kept = tuple(name for name in case.strategies if name != "ddp")
+                case = dataclasses.replace(case, through=self.through, strategies=kept)
             if self.strategies is not None:
                 kept = tuple(name for name in case.strategies if name in self.strategies)
                 case = dataclasses.replace(case, strategies=kept)
@@ -207,7 +213,7 @@ def _measure_on_cpu(
     The memory step has a batch of one token, so that its peak is what the parameters cost
     (gathered, reduced, optimized) and next to nothing of activations.
     """
-    candidates = {name: _build(family, case, strategy, wrap) for name, wrap in WRAPS.items()}
+    candidates = {name: _build(family, case, strategy, wrap) for name, wrap in _wraps(case).items()}
     tokens = _make_tokens(case, family.device, case.batch, case.length)
     steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
     parity = _check_parity(candidates, steps, case.name, strategy) if _real(family) else None
@@ -219,7 +225,7 @@ def _measure_on_cpu(
     del candidates, steps
     one_token = _make_tokens(case, family.device, 1, 1)
     sides = {}
-    for name, wrap in WRAPS.items():
+    for name, wrap in _wraps(case).items():
         build = _step_builder(family, case, strategy, wrap, one_token)
         sides[name] = Side.of(samples[name], memory.peak_on_cpu(build))
     counted = "all CPU allocations of a step on one token (so: parameters, not activations)"
@@ -230,15 +236,15 @@ def _measure_on_gpu(
     family: Family, case: Case, strategy: str, emulation: Emulation | None
 ) -> Measured:
     """The candidates take turns on the device: build, warm up, time, free, BLOCKS times each."""
-    samples: dict[str, list[Sample]] = {name: [] for name in WRAPS}
-    peaks: dict[str, list[int]] = {name: [] for name in WRAPS}
+    samples: dict[str, list[Sample]] = {name: [] for name in _wraps(case)}
+    peaks: dict[str, list[int]] = {name: [] for name in _wraps(case)}
     settings: dict[str, Any] = {
         "peak_bytes": "torch.cuda.max_memory_allocated over a step, less what was there before"
     }
     collectives: dict[str, int] = {}
     tokens = _make_tokens(case, family.device, case.batch, case.length)
     for _ in range(BLOCKS):
-        for name, wrap in WRAPS.items():
+        for name, wrap in _wraps(case).items():
             left = memory.free_device()
             if left > LEFT_OVER:
                 say(
@@ -259,12 +265,14 @@ def _measure_on_gpu(
     _check_emulated(case, emulation, collectives)
     # Only the first block makes the libraries' workspaces; the others find them there.
     sides = {
-        name: Side.of(samples[name], min(peaks[name]), collectives.get(name)) for name in WRAPS
+        name: Side.of(samples[name], min(peaks[name]), collectives.get(name))
+        for name in samples
     }
     return sides, None, settings
 
 
-WRAPS: dict[str, Wrap] = {"ours": engines.wrap_ours, "theirs": engines.wrap_theirs}
+def _wraps(case: Case) -> dict[str, Wrap]:
+    return {"ours": engines.OURS[case.through], "theirs": engines.wrap_theirs}
 
 
 def _build(family: Family, case: Case, strategy: str, wrap: Wrap) -> Wrapped:
@@ -341,6 +349,7 @@ def _describe(family: Family, case: Case, quick: bool) -> dict[str, Any]:
         "compute_dtype": case.precision.compute or "float32",
         "reduce_dtype": case.precision.reduce or "float32",
         "network": _describe_network(family, case),
+        "through": case.through,
         "steps": case.steps,
         "warmup": case.warmup,
         "quick": quick,

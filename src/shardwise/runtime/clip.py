@@ -4,11 +4,15 @@ one multiply.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import guard
 from shardwise.runtime.api import engine_of
+from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.storage import Gradients
 
 
@@ -24,22 +28,42 @@ def clip_grad_norm(
     engine = engine_of(model)
     guard.check_interrupted(engine)
     live = [g for g in (unit.gradients for unit in engine.units) if g is not None and _is_live(g)]
-    device = engine.mesh.device
-    if live:
-        norms = torch._foreach_norm([g.counted for g in live])
-        squares = torch.stack([norm.float() for norm in norms]).square().sum()
+    mesh = engine.mesh.device_mesh
+    several = any(unit.mesh.device_mesh != mesh for unit in engine.units)
+    if several or any(g.nested for g in live):
+        total = _norm_of_each(live, engine.mesh.device)
     else:
-        squares = torch.zeros((), device=device)
-    engine.mesh.shard.all_reduce(squares).wait()
-    total = squares.sqrt()
+        total = _norm_of_all(live, engine.mesh)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the global gradient norm is {total.item()}, so gradients cannot be clipped; "
             "skip this step, or lower the learning rate or the loss scale"
         )
     if live:
-        torch._foreach_mul_([g.flat for g in live], (max_norm / (total + 1e-6)).clamp(max=1.0))
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([g.flat for g in live], scale.to(live[0].flat.device))
     return total
+
+
+def _norm_of_all(live: list[Gradients], mesh: Mesh) -> torch.Tensor:
+    """All gradients are cut over one mesh: one norm per buffer, one small all-reduce."""
+    squares = torch.zeros((), device=mesh.device)
+    if live:
+        norms = torch._foreach_norm([g.counted for g in live])
+        squares += torch.stack([norm.float() for norm in norms]).square().sum().to(mesh.device)
+    mesh.shard.all_reduce(squares).wait()
+    return squares.sqrt()
+
+
+def _norm_of_each(live: list[Gradients], device: torch.device) -> torch.Tensor:
+    """Gradients on several meshes, or cut by tensor parallel too: each DTensor knows its own."""
+    norms = [
+        cast(DTensor, torch.linalg.vector_norm(parameter.grad)).full_tensor().float().to(device)
+        for g in live
+        for parameter in g.visible
+        if parameter.grad is not None
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 
 def _is_live(gradients: Gradients) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from shardwise.comms import versions
 from shardwise.runtime import values
+from shardwise.runtime.explain import explain
 from shardwise.sharding.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Node:
             self._handles = [
                 module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.after),
+                module.register_forward_hook(self._explain, always_call=True),
             ]
             return
 
@@ -169,6 +172,17 @@ class Node:
                 "tensor with a gradient was found, so backward would not gather its parameters; "
                 "return tensors in tuples, lists, dicts or dataclasses, or call it under "
                 "torch.no_grad()"
+            )
+
+    def _explain(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward may have ended in an error that we can say more about."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            explain(
+                error,
+                "Read parameters inside the forward of the module that was sharded with them, or "
+                "shard the modules that share them as one unit (fully_shard([a, b]), or units= of "
+                "the Plan)",
             )
 
     def _before_node(self, gradients: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.units import MIB
@@ -46,10 +48,13 @@ def _gather_masters(unit: Unit) -> Iterable[tuple[list[str], torch.Tensor]]:
     """Each parameter of the unit, whole and in its own dtype, with all its names."""
     parameters = unit.parameters
     layout, group = parameters.layout, parameters.mesh.shard
-    gathered = torch.empty(
-        (group.size, layout.shard_numel), dtype=parameters.dtype, device=parameters.master.device
-    )
-    group.all_gather(gathered.view(-1), parameters.master).wait()
+    if any(m.nested is not None for m in parameters.members) or any(r.dim for r in layout.rows):
+        for member, visible in zip(parameters.members, parameters.visible, strict=True):
+            yield member.names, cast(DTensor, visible.data).full_tensor()
+        return
+    device, dtype = unit.mesh.device, parameters.dtype
+    gathered = torch.empty((group.size, layout.shard_numel), dtype=dtype, device=device)
+    group.all_gather(gathered.view(-1), parameters.master.to(device)).wait()
     for member, rows, start in zip(parameters.members, layout.rows, layout.offsets, strict=True):
         block = gathered[:, start : start + rows.part].reshape(-1)
         yield member.names, block[: rows.numel].clone().view(rows.shape)
@@ -69,9 +74,9 @@ def broadcast(model: nn.Module) -> None:
     engine = engine_of(model)
     for unit in engine.units:
         master, layout = unit.parameters.master, unit.parameters.layout
-        engine.mesh.replicate.broadcast(master)
+        unit.mesh.replicate.broadcast(master)
         if layout.counted_numel < layout.shard_numel:
-            engine.mesh.shard.broadcast(master[layout.counted_numel :])
+            unit.mesh.shard.broadcast(master[layout.counted_numel :])
     _broadcast_from_first(list(model.buffers()))
 
 

@@ -186,6 +186,8 @@ class Parameters:
             member.form(rows, self.mesh).wrap(local), requires_grad=original.requires_grad
         )
         visible.__dict__.update(original.__dict__)
+        if member.sharded:
+            visible.grad = original.grad
         # Whoever still holds the original (an optimizer made too early) must not train or keep it
         # silently.
         if type(original.data) is torch.Tensor:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.comms.lanes import Lane
 from shardwise.comms.real import DONE, Handle
+from shardwise.sharding.extended import ExtendedParameters, ExtendedRoute, is_extended
 from shardwise.sharding.forms import Form
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.route import Route, nothing_to_unpack
@@ -41,6 +42,7 @@ class Options:
     compute_dtype: torch.dtype | None = None  # None: the parameters' own
     reduce_dtype: torch.dtype | None = None  # None: the parameters' own
     gather: str = "auto"
+    precision: Any = None  # handed to parameters that bring their own all-gather
     plain: bool = False  # users see plain tensors (ddp)
     offload: Offload | None = None
     keep: bool | int = False  # full parameters from forward to backward: all, none, or 1/k
@@ -80,7 +82,11 @@ class Unit:
     ) -> None:
         self.name, self.modules, self.is_root = name, list(modules), is_root
         self.mesh, self.options = mesh, options
-        self.parameters = Parameters(members, mesh, options.plain, options.offload)
+        self.parameters = (
+            ExtendedParameters(members[0], mesh, options.precision)
+            if len(members) == 1 and is_extended(members[0].original)
+            else Parameters(members, mesh, options.plain, options.offload)
+        )
         self.register()
         self.state = State.FREE
         self.prepared = False
@@ -122,7 +128,7 @@ class Unit:
         self.kept_buffer: Buffer | None = None
         self.kept_route: Route | None = None
         self._kept_places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        if self.mesh.keep is not None and not p.aliased:
+        if self.mesh.keep is not None and not p.aliased and isinstance(self.home, Route):
             pieces = p.layout.full_numel // self.mesh.keep.size
             self.kept_buffer = Buffer(pieces, compute_dtype, self.mesh.device)
             flat = self.kept_buffer.flat
@@ -131,7 +137,7 @@ class Unit:
             )
             self._kept_places = self._make_kept() if options.stays_shown else []
             self.kept_buffer.release()
-        self._route = self.home
+        self._route: Route | ExtendedRoute | None = self.home
         if not p.aliased:
             p.buffer.release()  # every view is made; the bytes come with the first gather
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
@@ -148,8 +154,10 @@ class Unit:
         self.prepared = True
         self.follow_requires_grad()
 
-    def _make_home(self) -> Route:
+    def _make_home(self) -> Route | ExtendedRoute:
         p, options = self.parameters, self.options
+        if isinstance(p, ExtendedParameters):
+            return ExtendedRoute(p)
         with p.buffer.present():
             return Route(
                 self.mesh.shard,
