@@ -101,6 +101,17 @@ def axes_of_info(info: Any, default: Axes) -> Axes:
     return known[1]
 
 
+def check_distinct(several: list[Axes]) -> None:
+    """Error where one process group is described twice: the two would wait for each other."""
+    for i, ours in enumerate(several):
+        for theirs in several[:i]:
+            if ours is not theirs and ours.mesh == theirs.mesh and ours.shards == theirs.shards:
+                raise ValueError(
+                    "Params sharing the same process group must use the same FSDPMeshInfo object, "
+                    f"but got different objects for {ours.mesh}"
+                )
+
+
 def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -183,15 +194,15 @@ def _check_backend(mesh: DeviceMesh, device: torch.device) -> None:
         )
 
 
-def nest(parameter: nn.Parameter, axes: Axes, dim: int) -> Nested | None:
+def nest(name: str, parameter: nn.Parameter, axes: Axes, dim: int) -> Nested | None:
     """How a parameter that is a DTensor by itself looks sharded; None for a plain one."""
     data = parameter.data
     if not isinstance(data, DTensor):
         if axes.dims is not None:
             raise ValueError(
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
-                "mesh (e.g. via distribute_module). Got plain tensor of shape "
-                f"{tuple(parameter.shape)}."
+                "mesh (e.g. via distribute_module). Got plain tensor for parameter "
+                f"'{name}'."
             )
         return None
     return _nest_beside(data, axes, dim) if axes.dims is None else _nest_inside(data, axes, dim)

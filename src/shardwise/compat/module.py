@@ -236,7 +236,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Cast or move the sharded parameters, then take over what they became."""
         self.reshard()
-        result = super()._apply(fn, recurse)
+        result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in _state(self).units:
             unit.follow()
         return result

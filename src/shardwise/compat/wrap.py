@@ -157,13 +157,14 @@ def _group(
         if home is not None:
             member = home.give_up(parameter, hangs)
         else:
-            nested = meshes.nest(parameter, own_axes, dim)
+            nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)
             member = Member([hangs[0][1]], hangs, parameter, dim, nested)
             _check_cut(member, own_axes)
         # A parameter that brings its own all-gather travels alone.
         alone = id(parameter) if is_extended(parameter) else None
-        key = (parameter.dtype, id(own_axes.mesh), own_axes.shards, alone)
+        key = (parameter.dtype, id(own_axes), alone)
         groups.setdefault(key, ([], own_axes))[0].append(member)
+    meshes.check_distinct([own_axes for _, own_axes in groups.values()])
     return list(groups.values())
 
 

@@ -94,7 +94,7 @@ class Engine:
             self._abandon_backward()
         if self.micro is None or self.micro[0] == 0:
             self.structure.check()
-            if any([unit.follow() for unit in self.units]):
+            if any([unit.follow() or not unit.prepared for unit in self.units]):
                 self._prepare()
             self.follow_requires_grad()
             refreshes = self.policy.refreshes

@@ -233,7 +233,7 @@ class Parameters:
             if module._parameters.get(key) is not visible:
                 return False
             local = versions.local_of(visible)
-            if (local.data_ptr(), local.dtype) != known:
+            if (local.data_ptr(), local.dtype, local.device) != known:
                 return False
         return True
 
@@ -262,7 +262,7 @@ class Parameters:
 
     def _remember(self) -> None:
         locals_ = [versions.local_of(visible) for visible in self.visible]
-        self._known = [(local.data_ptr(), local.dtype) for local in locals_]
+        self._known = [(local.data_ptr(), local.dtype, local.device) for local in locals_]
 
     def _check_alike(self, found: list[nn.Parameter], locals_: list[torch.Tensor]) -> None:
         """What stands in for a parameter must be sharded as it was, all of a unit alike."""
