@@ -114,6 +114,8 @@ def train(api: Any, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
         optimizer.step()
         optimizer.zero_grad()
+    if api is ours:
+        return {n: t.float().cpu() for n, t in ours.full_state_dict(model).items()}
     return {n: p.detach().full_tensor().float().cpu() for n, p in model.named_parameters()}
 
 
@@ -121,7 +123,10 @@ def run_case(settings: dict[str, Any]) -> float:
     """The largest difference between the engines, relative to each tensor's largest value."""
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    expected, found = train(theirs, settings), train(ours, settings)
+    # torch 2.11 dies on a gloo group that shards CUDA tensors; replicas of one rank give the same
+    # numbers.
+    expected = train(theirs, {**settings, "mesh": (2, 1), "parallel": False})
+    found = train(ours, settings)
     assert found.keys() == expected.keys()
     return max(
         float((found[n] - e).abs().max() / e.abs().max().clamp(min=1e-12))

@@ -24,7 +24,6 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     states = list(dict.fromkeys(state for _, state in states_in(module)))
     classes = {id(m): type(m) for state in states for m in state.modules}
-    engine = module.__dict__.pop("_shardwise", None)
     for state in states:
         for unit in state.units:
             if unit.prepared:
@@ -43,12 +42,9 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             state.attach()
             for m in state.modules:
                 m.__class__ = classes[id(m)]
-        if engine is not None:
-            module.__dict__["_shardwise"] = engine
     copies = {
         id(ours): theirs for ours, theirs in zip(module.modules(), twin.modules(), strict=True)
     }
-    twin.__dict__.pop("_shardwise", None)
     for state in states:
         _repeat(state, copies)
         for m in state.modules:

@@ -16,7 +16,7 @@ from shardwise.comms import versions
 from shardwise.comms.real import Group
 from shardwise.compat.policies import DataParallelMeshDims
 from shardwise.sharding.forms import Form, Nested
-from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.mesh import Mesh, default_device
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ def default_mesh() -> DeviceMesh:
     world = dist.group.WORLD
     assert world is not None
     if world not in _defaults:
-        accelerator = torch.accelerator.current_accelerator()
-        usable = versions.supported_devices(world)
-        kind = accelerator.type if accelerator is not None and accelerator.type in usable else "cpu"
-        _defaults[world] = init_device_mesh(kind, (dist.get_world_size(),))
+        _defaults[world] = init_device_mesh(default_device().type, (dist.get_world_size(),))
     return _defaults[world]
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from shardwise.comms.lanes import Lanes
 from shardwise.compat.policies import MixedPrecisionPolicy
-from shardwise.runtime.api import bind
+from shardwise.runtime import guard
+from shardwise.runtime.api import bind, unbind
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.policy import Policy
@@ -34,6 +35,7 @@ class State:
     ) -> None:
         self.modules, self.units, self.mesh, self.precision = modules, units, mesh, precision
         self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
+        self.homes: list[Any] = []  # where this call's parameters went (ties.Home)
         self.lanes: Lanes | None = None
         self.engine: Engine | None = None
         self.reduce_depth = 1
@@ -52,7 +54,7 @@ class State:
         for unit in self.units:
             unit.follow()
             if not unit.prepared:
-                check_memory([unit])
+                guard.check_memory([unit])
                 unit.prepare(self.get_lanes().gather)
 
     def get_lanes(self) -> Lanes:
@@ -75,6 +77,7 @@ class State:
         """Let the modules know; put the hooks on them again."""
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
+            bind(module, self.get_engine)
         if hang:
             for node in self.nodes:
                 node.hang()
@@ -88,6 +91,7 @@ class State:
             handle.remove()
         for module in self.modules:
             del module.__dict__[_ATTRIBUTE]
+            unbind(module)
 
     def _watch_state_dicts(self) -> None:
         """Whoever saves or loads finds the sharded parameters in their places."""
@@ -110,6 +114,10 @@ class State:
         for unit in self.units:
             unit.free()
 
+    def get_engine(self) -> Engine:
+        """The engine that this call's units belong to; formed of what is inside, if none is yet."""
+        return self.engine or self._form()
+
     def _form(self) -> Engine:
         """The first forward runs through this call's module: it is the root of an engine of all
         calls inside it.
@@ -126,6 +134,9 @@ class State:
                 )
             if state not in states:
                 states.append(state)
+        for state in states:
+            for home in state.homes:
+                home.check()
         if self.auto_keep:
             for unit in self.units:
                 unit.options.keep = True
@@ -134,10 +145,10 @@ class State:
         for unit in units:
             unit.is_root = unit in self.units
             unit.follow()
-        check_memory(units)
         lanes = next((s.lanes for s in states if s.lanes is not None), None)
         policy = Policy(reduce_depth=max(state.reduce_depth for state in states))
         mesh = units[0].mesh if units else self.mesh
+        guard.check_memory(units)
         engine = Engine(root, units, mesh, policy, lanes or Lanes(self.mesh.device))
         engine.last_backward = self.is_last_backward
         for state in states:
@@ -146,7 +157,6 @@ class State:
                 node.join(engine, is_root=node.module is root)
         if self.mesh.device.type != "cpu":
             self.node(root).input_device = self.mesh.device
-        bind(root, engine)
         return engine
 
 
@@ -163,23 +173,6 @@ def states_in(root: nn.Module) -> Iterator[tuple[str, State]]:
         state = state_of(module)
         if state is not None:
             yield name, state
-
-
-def check_memory(units: list[Unit]) -> None:
-    """Error that lists the parameters still without memory."""
-    missing = [
-        member.name
-        for unit in units
-        if unit.parameters.master.is_meta
-        for member in unit.parameters.members
-    ]
-    if missing:
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {missing}\nFor example, call "
-            "module.to_empty(device) to materialize to device and call module.reset_parameters() "
-            "on each module to initialize values, or shardwise.materialize(module)."
-        )
 
 
 def _name(root: nn.Module, states: list[State]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.compat import meshes
+from shardwise.compat import meshes, ties
 from shardwise.compat.meshes import Axes
 from shardwise.compat.module import FSDPModule
 from shardwise.compat.policies import (
@@ -26,7 +25,6 @@ from shardwise.compat.policies import (
 )
 from shardwise.compat.state import State, state_of
 from shardwise.runtime.explain import explain
-from shardwise.runtime.guard import watch_optimizers
 from shardwise.sharding.extended import is_extended
 from shardwise.sharding.storage import Member
 from shardwise.sharding.unit import Unit
@@ -59,7 +57,7 @@ def fully_shard(
     parameters = _find_parameters(managed, ignored_params or set())
     _move([p for p, _ in parameters], managed, ours.device)
     units: list[Unit] = []
-    for members, own_axes in _group(parameters, axes, shard_placement_fn):
+    for members, own_axes in _group(modules, parameters, axes, shard_placement_fn):
         options = make_options(mp_policy, offload_policy, keep)
         own_mesh = meshes.make_mesh(own_axes, keep)
         unit = Unit(type(modules[0]).__name__, modules, members, own_mesh, options)
@@ -67,10 +65,9 @@ def fully_shard(
         units.append(unit)
     state = State(modules, units, ours, mp_policy, reshard_after_forward is None)
     for unit in units:
-        note_home(unit, state)
+        ties.note_homes(unit, state)
     for each in modules:
         _become(each)
-    watch_optimizers()
     return module
 
 
@@ -147,15 +144,26 @@ def _move(
 
 
 def _group(
-    parameters: list[Placed], axes: Axes, placement_fn: Callable[[nn.Parameter], Any] | None
+    roots: list[nn.Module],
+    parameters: list[Placed],
+    axes: Axes,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> list[tuple[list[Member], Axes]]:
-    """Parameters that can travel together: of one dtype, over one mesh."""
+    """Parameters that can travel together: of one dtype, over one mesh. A weight that modules
+    inside share across their groups comes here, to the lowest group that covers them all.
+    """
     groups: dict[tuple[Any, ...], tuple[list[Member], Axes]] = {}
+    for member in ties.collect(roots):
+        key: tuple[Any, ...] = (member.original.dtype, id(axes), None)
+        groups.setdefault(key, ([], axes))[0].append(member)
     for parameter, hangs in parameters:
         dim, own_axes = _placement(parameter, axes, placement_fn)
-        home = parameter.__dict__.get("_shardwise_home")
+        home = ties.home_of(parameter)
         if home is not None:
-            member = home.give_up(parameter, hangs)
+            if not home.is_inside(roots):
+                home.tie(hangs)
+                continue
+            member = home.give_up(hangs)
         else:
             nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)
             member = Member([hangs[0][1]], hangs, parameter, dim, nested)
@@ -197,50 +205,6 @@ def _check_cut(member: Member, axes: Axes) -> None:
             f"FSDP does not support uneven sharding on dim {member.dim}: "
             f"{torch.Size(member.shape)} (world size: {axes.shard_size})"
         )
-
-
-class Home:
-    """Where a parameter went, for a later call that meets it again: a weight tied across groups."""
-
-    def __init__(self, unit: Unit, state: State, member: Member) -> None:
-        self.unit, self.state, self.member = weakref.ref(unit), weakref.ref(state), member
-
-    def give_up(self, parameter: nn.Parameter, hangs: list[tuple[nn.Module, str]]) -> Member:
-        """Take the parameter out of its unit, to be kept by an enclosing one, whose forward covers
-        all its places.
-        """
-        unit, state = self.unit(), self.state()
-        if unit is None or state is None or state.engine is not None:
-            raise ValueError(
-                f"parameter {hangs[0][1]!r} is shared with a module whose forward has run already; "
-                "call fully_shard on every module before the first forward"
-            )
-        kept = [m for m in unit.parameters.members if m is not self.member]
-        visible = dict(zip(map(id, unit.parameters.members), unit.parameters.visible, strict=True))
-        places = [*self.member.places, *hangs]
-        member = _resharded(self.member, visible[id(self.member)], places)
-        state.units.remove(unit)
-        if kept:
-            rest = [_resharded(m, visible[id(m)], m.places) for m in kept]
-            smaller = Unit(unit.name, unit.modules, rest, unit.mesh, unit.options)
-            state.units.append(smaller)
-            note_home(smaller, state)
-        return member
-
-
-def _resharded(
-    member: Member, visible: nn.Parameter, places: list[tuple[nn.Module, str]]
-) -> Member:
-    """The member for another unit: its rows are cut already."""
-    return Member(
-        member.names, places, visible, member.dim, member.nested, sharded=True, shape=member.shape
-    )
-
-
-def note_home(unit: Unit, state: State) -> None:
-    """Let the original parameters know where they went."""
-    for member in unit.parameters.members:
-        member.original.__dict__["_shardwise_home"] = Home(unit, state, member)
 
 
 _classes: dict[type, type] = {}

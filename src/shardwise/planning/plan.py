@@ -59,6 +59,7 @@ class Plan:
     # None: the root unit only; True: all; False: none; k: each rank keeps 1/k and gathers in groups
     # of k ranks
     keep_after_forward: bool | int | None = None
+    unused: str = "zeros"  # parameters used on some ranks only: zeros elsewhere, or an error
     gather: str = (
         "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
     )
@@ -71,6 +72,7 @@ class Plan:
         self._check_choice("reduce", tuple(REDUCES))
         self._check_choice("sync", SYNCS)
         self._check_choice("gather", GATHERS)
+        self._check_choice("unused", ("zeros", "error"))
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, field) is not None:
                 self._check_choice(field, tuple(DTYPES))

@@ -7,6 +7,7 @@ needs it.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -52,6 +53,36 @@ class Agreement:
                 "use sync='scatter_each_reduce_last' or 'last' for uneven work"
             )
 
+    def check_values(self, units: Sequence[Unit]) -> None:
+        """Before the first pass: error (under a Plan) or warning if ranks were given different
+        initial values, naming the first parameter that differs.
+        """
+        sums: dict[str, int] = {}
+        unknown = False
+        for unit in units:
+            own = unit.parameters.checksums
+            unknown = unknown or own is None
+            sums.update(own or {})
+        mine = None if unknown else zlib.crc32(repr(sorted(sums.items())).encode())
+        inside = self.mesh.shard.exchange(mine)
+        seen = {value for values in self.mesh.replicate.exchange(inside) for value in values}
+        if None in seen or len(seen) <= 1:
+            return
+        # Ranks of a shard group first: they exchange the same number of times on every rank.
+        both = [self.mesh.shard.exchange(sums), self.mesh.replicate.exchange(sums)]
+        differs = next(
+            (n for n in sums for group in both if len({other.get(n) for other in group}) > 1),
+            "some parameter",
+        )
+        message = (
+            f"ranks start from different values: {differs!r} is not the same on all of them, so "
+            "the sharded model is a mixture. Seed all ranks alike before building the model, or "
+            "call shardwise.broadcast(model), before or after sharding"
+        )
+        if self.policy.needs_equal_values:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
+
     def check_first_forward(self, order: tuple[str, ...]) -> None:
         """Error on every rank of a shard group that ran units in different orders, before the
         backward that would wait for ever.
@@ -92,12 +123,29 @@ class Agreement:
             else None
         )
         # A model that once left something unused may do so again.
-        self.tracks_unused = not self.first or any(names for names, _ in ran_ranks)
+        self.tracks_unused = (
+            self.policy.needs_equal_use or not self.first or any(names for names, _ in ran_ranks)
+        )
         self.first = False
         nowhere = (
             frozenset.intersection(*(names for names, _ in ran_ranks)) if ran_ranks else frozenset()
         )
+        if self.policy.needs_equal_use:
+            self._check_use([names for names, _ in ran_ranks])
         return nowhere, order
+
+    @staticmethod
+    def _check_use(unused: list[frozenset[str]]) -> None:
+        """Error on every rank that names a parameter which only some ranks used."""
+        if not unused or len(set(unused)) == 1:
+            return
+        everywhere = frozenset.intersection(*unused)
+        name = min(frozenset.union(*unused) - everywhere)
+        ranks = [i for i, names in enumerate(unused) if name in names]
+        raise RuntimeError(
+            f"parameter {name!r} was used on some ranks only (not on {ranks} of those that ran); "
+            "let every rank use it, or allow zeros in its place with Plan.of(..., unused='zeros')"
+        )
 
     def _rank(self, replica: int, shard: int) -> int:
         return replica * self.mesh.shard.size + shard

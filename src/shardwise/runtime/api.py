@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from shardwise.comms.lanes import Lanes
@@ -38,10 +40,14 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def bind(model: nn.Module, engine: Engine) -> None:
-    """From now on `engine_of(model)` is `engine`."""
+def bind(model: nn.Module, engine: Engine | Callable[[], Engine]) -> None:
+    """From now on `engine_of(model)` is `engine`, or what calling it gives."""
     model.__dict__[_ATTRIBUTE] = engine
     guard.watch_optimizers()
+
+
+def unbind(model: nn.Module) -> None:
+    del model.__dict__[_ATTRIBUTE]
 
 
 def _hang(model: nn.Module, plan: Plan, engine: Engine) -> None:
@@ -63,9 +69,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    engine = model.__dict__.get(_ATTRIBUTE)
-    if not isinstance(engine, Engine):
-        raise ValueError(f"{type(model).__name__} is not sharded; call sw.shard(model, plan) first")
+    found = model.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded; call sw.shard(model, plan) or "
+            "fully_shard(model) first"
+        )
+    engine = found if isinstance(found, Engine) else found()
+    assert isinstance(engine, Engine)
     return engine
 
 

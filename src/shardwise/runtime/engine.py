@@ -58,10 +58,14 @@ class Engine:
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
         self.frees_in_pass, self.frees_after_step = policy.frees_in_pass, policy.frees_after_step
-        self._prepare()
+        self.values_agree = False  # not compared yet
+        guard.mark(self)
+        if not any(unit.parameters.master.is_meta for unit in units):
+            self._prepare()
 
     def _prepare(self) -> None:
         """Make ready the units that are new, or whose parameters became others."""
+        guard.check_memory(self.units)
         for unit in self.units:
             if not unit.prepared:
                 unit.prepare(self.lanes.gather)
@@ -96,6 +100,9 @@ class Engine:
             self.structure.check()
             if any([unit.follow() or not unit.prepared for unit in self.units]):
                 self._prepare()
+            if not self.values_agree:
+                self.values_agree = True
+                self.agreement.check_values(self.units)
             self.follow_requires_grad()
             refreshes = self.policy.refreshes
             for unit in self.units:

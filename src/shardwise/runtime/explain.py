@@ -48,7 +48,7 @@ def _look_up(frame: FrameType, chain: str) -> Any:
     value = frame.f_locals.get(_PARTS.sub("", chain))
     for attribute, index in _PARTS.findall(chain):
         if not isinstance(value, nn.Module):
-            return None
+            break  # a method of what was found
         key = attribute or str(frame.f_locals.get(index, index))
         value = value._modules.get(key, value._parameters.get(key))
     return value

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
+    from shardwise.sharding.unit import Unit
 
 _installed = False
 # Which engines an optimizer's parameters belong to, found once per optimizer and number of
@@ -29,6 +30,24 @@ def watch_optimizers() -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
+
+
+def check_memory(units: list[Unit]) -> None:
+    """Error that lists the parameters still without memory."""
+    missing = [
+        member.name
+        for unit in units
+        if unit.parameters.master.is_meta
+        for member in unit.parameters.members
+    ]
+    if missing:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {missing}\nFor example, call "
+            "module.to_empty(device) to materialize to device and call module.reset_parameters() "
+            "on each module to initialize values, or shardwise.materialize(module), which does "
+            "both and lists what nobody initialised."
+        )
 
 
 def mark(engine: Engine) -> None:

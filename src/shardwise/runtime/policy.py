@@ -24,6 +24,8 @@ class Policy:
     replicates_gradients: bool = False
     # Full parameters of an earlier step are gathered anew; False: only where the masters changed.
     refreshes: bool = False
+    # A parameter that some ranks used and others did not: an error, or zeros from the others.
+    needs_equal_use: bool = False
     # Ranks that start from different values: an error, or a warning.
     needs_equal_values: bool = False
 
@@ -41,6 +43,7 @@ class Policy:
             during_backward=plan.name != "ddp" or REDUCES[plan.reduce].during_backward,
             replicates_gradients=not naive and plan.strategy.gradients == "replicate",
             refreshes=True,
+            needs_equal_use=plan.unused == "error",
             needs_equal_values=True,
         )
 

@@ -30,6 +30,7 @@ def full_state_dict(
     wanted = not rank0_only or dist.get_rank() == 0
     whole: dict[str, torch.Tensor] = {}
     for unit in engine.units:
+        unit.follow()
         unit.hide()
         for member, tensor in _gather_masters(unit):
             if wanted:
@@ -73,6 +74,8 @@ def broadcast(model: nn.Module) -> None:
         return
     engine = engine_of(model)
     for unit in engine.units:
+        unit.follow()
+        unit.parameters.forget_checksums()
         master, layout = unit.parameters.master, unit.parameters.layout
         unit.mesh.replicate.broadcast(master)
         if layout.counted_numel < layout.shard_numel:

@@ -7,21 +7,21 @@ from torch import nn
 
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.planning.units import places
-from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.mesh import Mesh, default_device
 from shardwise.sharding.storage import Member
 from shardwise.sharding.unit import Options, Unit
 
 
 def find_device(model: nn.Module) -> torch.device:
-    """The one device of all parameters; an error names the first that is elsewhere."""
+    """The one device of all parameters; an error names the first that is elsewhere. For a model
+    that is still on the meta device: the accelerator, if the process group moves its tensors.
+    """
     device: torch.device | None = None
-    first = ""
+    first, count = "", 0
     for name, parameter in model.named_parameters():
+        count += 1
         if parameter.device.type == "meta":
-            raise ValueError(
-                f"parameter {name!r} is on the meta device; give it memory and values first "
-                "(model.to_empty(device=...), then initialise)"
-            )
+            continue
         if device is None:
             device, first = parameter.device, name
         elif parameter.device != device:
@@ -29,9 +29,9 @@ def find_device(model: nn.Module) -> torch.device:
                 f"parameter {name!r} is on {parameter.device}, but {first!r} is on {device}; "
                 "move the model to one device before sharding it"
             )
-    if device is None:
+    if not count:
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
-    return device
+    return device or default_device()
 
 
 def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:

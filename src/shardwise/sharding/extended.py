@@ -85,6 +85,7 @@ class ExtendedParameters(Parameters):
         self._local_seen = versions.local_of(visible)
         self.shown = []
         self.aliased = False
+        self._sums = None
         self.buffer = cast(Any, Memory())
 
     def prepare(self, compute_dtype: torch.dtype) -> None:

@@ -57,6 +57,16 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     )
 
 
+def default_device() -> torch.device:
+    """The accelerator if there is one and the process group moves its tensors, else the host."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not dist.is_initialized():
+        return accelerator or torch.device("cpu")
+    if accelerator.type not in supported_devices(dist.group.WORLD):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def _keep_group(plan: Plan, device: torch.device) -> Group:
     """The smaller groups of neighbours that hold a unit between forward and backward."""
     k = plan.keep_after_forward

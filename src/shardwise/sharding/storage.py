@@ -159,11 +159,31 @@ class Parameters:
         self.members = [members[i] for i in self.layout.order]
         own = members[0].original
         self.dtype = own.dtype
+        self._sums = None if any(m.sharded for m in members) else _checksums(self.members)
         self.master = self._make_master(own.dtype, own.device)
         with torch.no_grad():
             self.visible = [self._make_visible(member, i) for i, member in enumerate(self.members)]
         self.shown: list[nn.Parameter] = []
         self._remember()
+        self._version_at_birth = self.version
+
+    @property
+    def version(self) -> int:
+        """Grows with every write to the masters: through the flat buffer, the parameters (a DTensor
+        counts for itself) or their local tensors.
+        """
+        parameters = sum(v._version for v in self.visible)
+        return self.master._version + parameters + versions.local_of(self.visible[0])._version
+
+    @property
+    def checksums(self) -> dict[str, int] | None:
+        """Of each whole parameter as this rank had it; None once the values were changed."""
+        if self._sums is None or self.version != self._version_at_birth:
+            return None
+        return dict(zip([m.name for m in self.members], self._sums.tolist(), strict=True))
+
+    def forget_checksums(self) -> None:
+        self._sums = None
 
     def _make_master(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.offload is None or device.type == "meta":
@@ -259,6 +279,7 @@ class Parameters:
                     versions.set_local(cast(DTensor, parameter), rows)
         self.visible, self.master, self.dtype = found, master, master.dtype
         self._remember()
+        self.forget_checksums()
 
     def _remember(self) -> None:
         locals_ = [versions.local_of(visible) for visible in self.visible]
@@ -401,6 +422,19 @@ class Slot:
         cut = [piece for grad in gradients for piece in grad.reshape(self.ranks, -1).unbind(0)]
         torch._foreach_copy_(self.pieces, cut)
         return self.flat
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def _checksums(members: Sequence[Member]) -> torch.Tensor | None:
+    """One number for each whole parameter, from its bits; None where there is no memory yet."""
+    values = [versions.local_of(member.original.data) for member in members]
+    if any(value.is_meta or value.itemsize not in _BITS for value in values):
+        return None
+    sums = [value.contiguous().view(-1).view(_BITS[value.itemsize]).sum() for value in values]
+    return torch.stack([each.to(torch.int64) for each in sums])
 
 
 def whole(full: torch.Tensor, layout: Layout, i: int) -> torch.Tensor:

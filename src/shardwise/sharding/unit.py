@@ -234,7 +234,7 @@ class Unit:
     @property
     def changed(self) -> bool:
         """The masters were written since the last gather."""
-        return self.parameters.master._version != self.gathered_version
+        return self.parameters.version != self.gathered_version
 
     @property
     def frees_early(self) -> bool:
@@ -262,7 +262,7 @@ class Unit:
         self.stale = False
         if p.aliased:
             return
-        self.gathered_version = p.master._version
+        self.gathered_version = p.version
         route = self._route
         assert route is not None
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.

@@ -93,6 +93,7 @@ class OptimConfig:
     eps: float = key(1e-8, "of AdamW")
     weight_decay: float = key(0.01, "of AdamW")
     clip: float = key(1.0, "largest gradient norm; 0 turns clipping off")
+    nonfinite: str = key("error", "a gradient norm of NaN or Inf: error, or skip the step")
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optim.lr", "above 0", self.lr)
@@ -105,6 +106,8 @@ class OptimConfig:
         _require(self.eps > 0, "optim.eps", "above 0", self.eps)
         _require(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
         _require(self.clip >= 0, "optim.clip", "at least 0", self.clip)
+        choices = ("error", "skip")
+        _require(self.nonfinite in choices, "optim.nonfinite", "error or skip", self.nonfinite)
 
 
 @dataclass(frozen=True)

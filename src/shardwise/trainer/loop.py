@@ -84,14 +84,15 @@ def _run_steps(config: TrainConfig, model: nn.Module, corpus: Corpus, place: Pla
     )
     step_tokens = place.world * run.micro_batches * data.batch * data.seq
     metrics = MetricsFile(Path(run.out)) if place.rank == 0 else None
-    logged, start, waited = 0, time.perf_counter(), sw.exposed_seconds(model)
+    logged, skipped, start, waited = 0, 0, time.perf_counter(), sw.exposed_seconds(model)
     with progress(run.steps, place.rank) as show:
         for step in range(1, run.steps + 1):
             lr = lr_at(step, run.steps, optim)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             batches = _draw_batches(config, corpus, step, place)
-            loss_sum, norm = _take_step(model, optimizer, batches, step_tokens, optim.clip)
+            loss_sum, norm, took = _take_step(model, optimizer, batches, step_tokens, optim)
+            skipped += not took
             if step % run.log_every and step != run.steps:
                 continue
             dist.all_reduce(loss_sum)
@@ -102,6 +103,7 @@ def _run_steps(config: TrainConfig, model: nn.Module, corpus: Corpus, place: Pla
                 step=step,
                 loss=loss,
                 grad_norm=norm.item(),
+                skipped=skipped,
                 lr=lr,
                 tokens=step * step_tokens,
                 tokens_per_s=(step - logged) * step_tokens / elapsed,
@@ -112,10 +114,11 @@ def _run_steps(config: TrainConfig, model: nn.Module, corpus: Corpus, place: Pla
             if metrics is not None:
                 metrics.write(row)
             show(row)
-            if not math.isfinite(loss):
+            if took and not (math.isfinite(loss) and math.isfinite(row.grad_norm)):
                 raise UserError(
-                    f"the loss is {loss} at step {step}: training has diverged; lower optim.lr, "
-                    f"raise optim.warmup, or compute in a wider dtype"
+                    f"the loss is {loss} and the gradient norm {row.grad_norm} at step {step}: "
+                    "training has diverged; lower optim.lr, raise optim.warmup, compute in a wider "
+                    "dtype, or leave such steps out with optim.nonfinite = 'skip'"
                 )
             logged, start, waited = step, now, waited_now
     if metrics is not None:
@@ -127,18 +130,25 @@ def _take_step(
     optimizer: torch.optim.Optimizer,
     batches: list[Batch],
     step_tokens: int,
-    clip: float,
-) -> tuple[Tensor, Tensor]:
-    """Run all micro-batches, clip, update; give this rank's summed loss and the norm."""
+    optim: OptimConfig,
+) -> tuple[Tensor, Tensor, bool]:
+    """Run all micro-batches, clip, update; give this rank's summed loss, the norm, and whether the
+    step was taken. The norm is the same on every rank, so all decide alike.
+    """
     loss_sum = torch.zeros((), device=batches[0][0].device)
     for tokens_BT, targets_BT in sw.microbatches(model, batches):
         loss = model(tokens_BT, targets_BT)
         (loss / step_tokens).backward()
         loss_sum += loss.detach()
-    norm = sw.clip_grad_norm(model, clip or math.inf)
-    optimizer.step()
+    skips = optim.nonfinite == "skip"
+    norm = sw.clip_grad_norm(model, optim.clip or math.inf)
+    # Only skipping has to know now, which makes the host wait for the step; an error can wait for
+    # the next row of metrics.
+    takes = not skips or bool(torch.isfinite(norm))
+    if takes:
+        optimizer.step()
     optimizer.zero_grad()
-    return loss_sum, norm
+    return loss_sum, norm, takes
 
 
 def _draw_batches(config: TrainConfig, corpus: Corpus, step: int, place: Place) -> list[Batch]:

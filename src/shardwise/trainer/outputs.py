@@ -20,6 +20,7 @@ class StepMetrics:
     step: int
     loss: float  # mean over all tokens of all ranks, nats
     grad_norm: float  # before clipping
+    skipped: int  # steps left out so far because the norm was not finite
     lr: float
     tokens: int  # of all ranks, since the start
     tokens_per_s: float  # of all ranks

@@ -1,0 +1,364 @@
+"""Inputs and faults of docs/cases.md that concern a sharded model itself, by their number there."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from tests.parity.models import Block
+from tests.ranks import Ranks
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Two blocks and a head; what a case needs besides is switched on."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(Block(WIDTH, 16) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.arange(WIDTH).float(), persistent=False)
+        self.how = ""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        if self.how == "extra":
+            x = self.extra(x)
+        if self.how == "leak":
+            x = x @ self.layers[0].up.weight.t() @ self.layers[0].down.weight.t()
+        y = self.head(x)
+        return Opaque(y) if self.how == "opaque" else y
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+class Opaque:
+    """Holds a tensor where nobody looks."""
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+@dataclass
+class Answer:
+    loss: torch.Tensor
+    parts: dict[str, list[torch.Tensor]]
+
+
+class Viewing(Net):
+    """Its blocks return views, which are changed in place; its answer is nested (17, 18)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (2, WIDTH // 2)), Flat())
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> Answer:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1
+        return Answer(self.head(x).square().mean(), {"seen": [x]})
+
+
+class Flat(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1)
+
+
+def _data(i: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i))
+
+
+def _wrapped(model: nn.Module, way: str) -> Any:
+    if way == "plan":
+        return sw.shard(model, sw.Plan.of("zero3", mesh=dist.get_world_size()))
+    for layer in model.layers:
+        sw.fully_shard(layer)
+    return sw.fully_shard(model)
+
+
+def _says(kind: type[Exception], phrase: str, function: Any, *args: Any) -> None:
+    with pytest.raises(kind, match=phrase):
+        function(*args)
+
+
+WAYS = ("plan", "fully_shard")
+
+
+def _uneven_use(policy: str) -> None:
+    model = Net()
+    sw.shard(model, sw.Plan.of("zero3", mesh=2, unused=policy))
+    model.how = "extra" if dist.get_rank() == 0 else ""
+    loss = model(_data()).sum()
+    if policy == "error":
+        _says(RuntimeError, r"'extra\.(bias|weight)' was used on some ranks only", loss.backward)
+        return
+    loss.backward()
+    alone = Net()
+    alone.how = "extra"
+    alone(_data()).sum().backward()
+    whole = model.extra.weight.grad.full_tensor()
+    assert torch.allclose(whole, alone.extra.weight.grad, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["zeros", "error"])
+def test_8_used_on_some_ranks(two: Ranks, policy: str) -> None:
+    two.run(_uneven_use, policy)
+
+
+def _other_method() -> None:
+    model = _wrapped(Net(), "fully_shard")
+    model.set_reshard_after_forward(True)
+    model(_data()).sum().backward()
+    phrase = r"'head\.(weight|bias)' was read.*register_fsdp_forward_method\(module, 'encode'\)"
+    with pytest.raises(RuntimeError) as caught:
+        model.encode(_data())
+    text = str(caught.value)
+    assert "'head." in text and "register_fsdp_forward_method(module, 'encode')" in text, phrase
+    sw.register_fsdp_forward_method(model, "encode")
+    model.zero_grad()
+    model.encode(_data()).sum().backward()
+    alone = Net()
+    alone.encode(_data()).sum().backward()
+    got = model.head.weight.grad.full_tensor()
+    assert torch.allclose(got, alone.head.weight.grad, rtol=1e-6)
+
+
+def test_15_methods_other_than_forward(two: Ranks) -> None:
+    two.run(_other_method)
+
+
+def _read_outside(way: str) -> None:
+    model = _wrapped(Net(), way)
+    model.how = "leak"
+    _says(RuntimeError, r"(?s)mixed.*'layers\.0\.up\.weight' was read outside", model, _data())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_16_read_outside_its_unit(two: Ranks, way: str) -> None:
+    two.run(_read_outside, way)
+
+
+def _views(way: str) -> None:
+    torch.manual_seed(0)
+    alone = Viewing()
+    model = _wrapped(copy.deepcopy(alone), way)
+    ranks = dist.get_world_size() if way == "plan" else 1
+    (model(_data()).loss / ranks).backward()
+    alone(_data()).loss.backward()
+    for (name, parameter), reference in zip(
+        model.named_parameters(), alone.parameters(), strict=True
+    ):
+        if reference.grad is None:
+            assert parameter.grad is None, name
+        else:
+            assert torch.allclose(parameter.grad.full_tensor(), reference.grad, rtol=1e-5), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_17_18_views_changed_in_place_and_nested_answers(two: Ranks, way: str) -> None:
+    two.run(_views, way)
+
+
+def _opaque(way: str) -> None:
+    model = _wrapped(Net(), way)
+    model.how = "opaque"
+    _says(RuntimeError, "returned a Opaque, in which no tensor", model, _data())
+    with torch.no_grad():
+        assert model(_data()).y.shape == (4, WIDTH)
+    model.eval()
+    assert model(_data()).y.shape == (4, WIDTH)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_18_answers_that_hide_their_tensors(two: Ranks, way: str) -> None:
+    two.run(_opaque, way)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "parameter": (
+        lambda m: m.register_parameter("more", nn.Parameter(torch.zeros(3))),
+        "parameter 'more' was added, removed or replaced",
+    ),
+    "module": (
+        lambda m: m.add_module("more", nn.Linear(2, 2)),
+        "module 'more' .Linear. was added, removed or replaced",
+    ),
+    "replaced-module": (
+        lambda m: setattr(m, "head", nn.Linear(WIDTH, WIDTH)),
+        "module 'head' .Linear. was added, removed or replaced",
+    ),
+    "replaced-parameter": (
+        lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+        "parameter 'head.weight' was replaced after sharding by a Tensor",
+    ),
+    "removed-parameter": (
+        lambda m: delattr(m.head, "bias"),
+        "removed",
+    ),
+}
+
+
+def _changed(way: str, change: str) -> None:
+    model = _wrapped(Net(), way)
+    model(_data()).sum().backward()
+    function, phrase = CHANGES[change]
+    function(model)
+    _says(RuntimeError, phrase, model, _data())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_20_the_model_changes_after_sharding(two: Ranks, way: str, change: str) -> None:
+    two.run(_changed, way, change)
+
+
+def _different(way: str, mended: str) -> None:
+    model = Net(seed=dist.get_rank())
+    if mended == "before":
+        sw.broadcast(model)
+    model = _wrapped(model, way)
+    if mended == "after":
+        sw.broadcast(model)
+    if mended == "loaded":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    phrase = "ranks start from different values: '[a-z.0-9]+' is not the same"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if way == "plan" and not mended:
+            _says(RuntimeError, phrase, model, _data())
+        else:
+            model(_data())
+    said = [w for w in caught if "different values" in str(w.message)]
+    assert bool(said) == (way == "fully_shard" and not mended)
+    if mended == "before":
+        whole = sw.full_state_dict(model)["head.weight"]
+        assert torch.equal(whole, Net(seed=0).head.weight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mended", ["", "before", "after", "loaded"])
+def test_21_different_initial_values(two: Ranks, way: str, mended: str) -> None:
+    two.run(_different, way, mended)
+
+
+def _materialized(way: str) -> None:
+    with torch.device("meta"):
+        model = Net()
+    model = _wrapped(model, way)
+    model.layers[0].up.weight.untouched = True
+    missing = sw.materialize(model)
+    assert missing == ["table"], missing
+    assert model.layers[0].up.weight.untouched
+    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert sw.materialize(model) == []
+    whole = sw.full_state_dict(model)
+    assert (whole["layers.0.norm.weight"] == 1).all()
+    bound = WIDTH**-0.5
+    assert 0 < whole["layers.1.up.weight"].abs().max() <= bound
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(_data()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model(_data()).square().mean() < loss
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_22_meta_device(two: Ranks, way: str) -> None:
+    two.run(_materialized, way)
+
+
+def _tied_across() -> None:
+    alone, model = Net(), Net()
+    for each in (alone, model):
+        each.layers[1].up.weight = each.layers[0].up.weight
+    for layer in model.layers:
+        sw.fully_shard(layer)
+    sw.fully_shard(model)
+    assert model.layers[1].up.weight is model.layers[0].up.weight
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (alone, model)]
+    for step in range(3):
+        for each, optimizer in zip((alone, model), optimizers, strict=True):
+            each(_data(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = sw.full_state_dict(model)
+    for name, value in alone.state_dict().items():
+        assert torch.allclose(whole[name], value, rtol=1e-5, atol=1e-7), name
+    assert torch.equal(whole["layers.0.up.weight"], whole["layers.1.up.weight"])
+
+
+def test_2_a_tie_across_groups_of_fully_shard(two: Ranks) -> None:
+    two.run(_tied_across)
+
+
+def _kept_and_stepped() -> None:
+    """torch would compute with the old parameters here."""
+    alone, model = Net(), _wrapped(Net(), "fully_shard")
+    model.set_reshard_after_backward(False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for step in range(3):
+        losses = []
+        for each, optimizer in zip((alone, model), optimizers, strict=True):
+            loss = each(_data(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert torch.allclose(*losses, rtol=1e-6), (step, losses)
+
+
+def test_parameters_kept_after_backward_follow_the_optimizer(two: Ranks) -> None:
+    two.run(_kept_and_stepped)
+
+
+def _strided() -> None:
+    alone, model = Net(), Net()
+    for each in (alone, model):
+        each.head.weight = nn.Parameter(each.head.weight.detach().t())
+    _wrapped(model, "fully_shard")
+    model(_data()).sum().backward()
+    alone(_data()).sum().backward()
+    got = model.head.weight.grad.full_tensor()
+    assert torch.allclose(got, alone.head.weight.grad, rtol=1e-6)
+
+
+def test_parameters_that_are_not_contiguous(two: Ranks) -> None:
+    two.run(_strided)
+
+
+def _old_gradients() -> None:
+    """A gradient that somebody keeps is theirs."""
+    model = _wrapped(Net(), "fully_shard")
+    model(_data()).sum().backward()
+    kept = model.head.weight.grad
+    value = kept.full_tensor()
+    model.zero_grad()
+    model(_data(1)).sum().backward()
+    assert model.head.weight.grad is not kept
+    assert torch.equal(kept.full_tensor(), value)
+
+
+def test_gradients_that_somebody_keeps(two: Ranks) -> None:
+    two.run(_old_gradients)

@@ -1,0 +1,99 @@
+"""The examples run as their help says, on two ranks, and both engines print the same numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {
+    "transformers_torchrun": ("transformers",),
+    "transformers_accelerate": ("transformers", "accelerate"),
+    "ffn_stack": (),
+}
+ENGINES = ("shardwise", "torch")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def need(name: str) -> Path:
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (pip install shardwise[test])")
+    return EXAMPLES / f"{name}.py"
+
+
+def torchrun(name: str, *arguments: str) -> str:
+    """What the example prints on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, str(need(name)), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    return [float(x) for x in re.findall(r"loss ([\d.]+)", printed)]
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_help_teaches(name: str) -> None:
+    command = [sys.executable, str(need(name)), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"torchrun --nproc-per-node \d examples/{name}.py", done.stdout)
+    assert "--engine" in done.stdout
+
+
+def test_transformers_under_torchrun(tmp_path: Path) -> None:
+    """The default run learns, as torch's does, and saves a checkpoint that Transformers reads."""
+    ours = torchrun("transformers_torchrun", "--save", str(tmp_path))
+    theirs = torchrun("transformers_torchrun", "--engine", "torch")
+    assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
+    assert losses(ours)[-1] < 0.5 * losses(ours)[0]
+    kept, whole = (
+        int(n.replace(",", "")) for n in re.search(r"keeps ([\d,]+) of ([\d,]+)", ours).groups()
+    )
+    assert kept < 0.6 * whole
+
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) == whole
+
+
+def test_transformers_under_torchrun_in_bf16() -> None:
+    told = losses(torchrun("transformers_torchrun", "--steps", "11", "--layers", "1", "--bf16"))
+    assert told[-1] < 0.8 * told[0]
+
+
+def test_transformers_under_accelerate() -> None:
+    ours, theirs = (torchrun("transformers_accelerate", "--engine", e) for e in ENGINES)
+    assert "shardwise: rank 0 keeps" in ours  # by the class of the prepared model
+    assert "torch: rank 0 keeps" in theirs
+    assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
+    assert losses(ours)[-1] < 0.5 * losses(ours)[0]
+
+
+def test_feed_forward_stack() -> None:
+    """Gradients do not depend on the engine, on when replicas reduce, or on the mesh."""
+    norms = []
+    for mode in ((), ("--engine", "torch"), ("--each",), ("--mesh", "1x2")):
+        printed = torchrun("ffn_stack", *mode, "--warmup", "1", "--steps", "2")
+        assert re.search(r"ms per step \| [\d,]+ tokens/s per rank", printed), printed
+        norms.append(float(re.search(r"norm (\S+)", printed).group(1)))
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)
