@@ -6,13 +6,13 @@
    compared with float64, each in a process of its own, many at a time because most of it is
    compiling; what they compile stays in Triton's cache for step 2. A candidate that fails to
    compile, is wrong or hangs is named and left out.
-2. One process times the rest, best guesses first, with torch's flash and cuDNN beside: 16 heads,
-   causal, bf16. The median of repeated calls, timed with device events.
+2. One process times the rest with torch's flash and cuDNN beside, causal: medians by device events.
+   Ours are replayed from a graph, because tiles should not depend on how fast the host is.
 
 The file is written after every result, and results it already has are not made again, so a run that
-ended early continues. Last come a table, and the rows to put into attention_configs.py.
+ended early continues. Last comes a table; the winners are for attention_configs.py.
 
-    python benchmarks/attention_tune.py --once backward hopper-stash 128 8192
+    python benchmarks/attention_tune.py --once backward hopper-stash-128x64 16x128-bf16 8192
 
 runs one candidate a few times and nothing else: the program to give to a profiler.
 """
@@ -32,7 +32,7 @@ from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
@@ -44,100 +44,128 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.kernels.attention_configs import Backward, Stash, Tiles
 from shardwise.kernels.attention_reference import plain_attention
 
-HEADS = 16
-WIDTHS = (128, 64)
-LENGTHS = (32768, 8192)
-BOUND = 1e-2
+BOUNDS = {"bf16": 1e-2, "fp32": 1e-5}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHECK_LENGTH = 1024
 WORKERS = 12
-HANG = 90.0  # seconds for one candidate, compiling included
-
-DQ = {128: Tiles(128, 64, 8, 2), 64: Tiles(128, 128, 8, 2)}
-HOPPER_DKDV = Tiles(64, 128, 4, 2, hopper=True)
-PLAIN_DKDV = Tiles(64, 128, 8, 2)
+HANG = 60.0  # seconds for one candidate, compiling included
 
 
-def stash(product: Tiles, gigabytes: float = 1, chunk: int = 4096) -> Stash:
+class Problem(NamedTuple):
+    heads: int
+    width: int
+    kind: str  # bf16 or fp32
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.width}-{self.kind}"
+
+
+PROBLEMS = {
+    str(p): p
+    for p in (
+        Problem(16, 128, "bf16"), Problem(16, 64, "bf16"), Problem(1, 128, "bf16"),
+        Problem(1, 64, "bf16"), Problem(1, 16, "bf16"), Problem(1, 128, "fp32"),
+        Problem(1, 64, "fp32"), Problem(1, 16, "fp32"),
+    )
+}  # fmt: skip
+LENGTHS = {16: (32768, 8192), 1: (32768, 8192, 1024)}
+
+
+def pointers(*sizes: int) -> Tiles:
+    return Tiles(*sizes, tma=False)
+
+
+def parts(*sizes: int, tma: bool = True) -> Tiles:
+    return Tiles(*sizes, tma=tma, split=True)
+
+
+def hopper(*sizes: int) -> Tiles:
+    return Tiles(*sizes, hopper=True)
+
+
+def stash(product: Tiles, gigabytes: float = 2, chunk: int = 8192) -> Stash:
     return Stash(product, bytes=int(gigabytes * 2**30), chunk=chunk)
 
 
-FORWARD: dict[int, dict[str, Tiles]] = {
-    128: {
-        "hopper-turns": Tiles(128, 128, 4, 2, hopper=True, pingpong=True),
-        "hopper": Tiles(128, 128, 4, 2, hopper=True),
-        "128x128-w8-s2": Tiles(128, 128, 8, 2),
-        "128x64-w8-s3": Tiles(128, 64, 8, 3),
-        "128x64-w4-s3": Tiles(128, 64, 4, 3),
-        "64x64-w4-s2": Tiles(64, 64, 4, 2),
-        "128x128-w8-s2-persistent": Tiles(128, 128, 8, 2, persistent=True),
-        "64x128-w4-s2": Tiles(64, 128, 4, 2),
-        "128x64-w4-s2": Tiles(128, 64, 4, 2),
-        "128x64-w8-s4": Tiles(128, 64, 8, 4),
-        "128x128-w8-s2-pointers": Tiles(128, 128, 8, 2, tma=False),
-        "128x64-w8-s3-pointers": Tiles(128, 64, 8, 3, tma=False),
-    },
-    64: {
-        "hopper-turns-s3": Tiles(128, 128, 4, 3, hopper=True, pingpong=True),
-        "hopper-s3": Tiles(128, 128, 4, 3, hopper=True),
-        "hopper-turns-s2": Tiles(128, 128, 4, 2, hopper=True, pingpong=True),
-        "128x128-w8-s3": Tiles(128, 128, 8, 3),
-        "128x64-w4-s3": Tiles(128, 64, 4, 3),
-        "128x128-w8-s2": Tiles(128, 128, 8, 2),
-        "64x128-w4-s2": Tiles(64, 128, 4, 2),
-        "128x64-w8-s3": Tiles(128, 64, 8, 3),
-        "128x128-w8-s3-persistent": Tiles(128, 128, 8, 3, persistent=True),
-        "128x64-w4-s3-pointers": Tiles(128, 64, 4, 3, tma=False),
-    },
+PLAIN_FORWARD = {
+    "128x128-w8-s2": Tiles(128, 128, 8, 2),
+    "128x64-w8-s3": Tiles(128, 64, 8, 3),
+    "128x64-w4-s2": Tiles(128, 64, 4, 2),
+    "64x128-w4-s2": Tiles(64, 128, 4, 2),
+    "128x64-w8-s3-pointers": pointers(128, 64, 8, 3),
+    "128x64-w4-s4-pointers": pointers(128, 64, 4, 4),
 }
-BACKWARD: dict[int, dict[str, Backward]] = {
-    128: {
-        "hopper-stash": Backward(HOPPER_DKDV, DQ[128], stash(Tiles(128, 128, 8, 3))),
-        "hopper": Backward(HOPPER_DKDV, DQ[128]),
-        "stash": Backward(PLAIN_DKDV, DQ[128], stash(Tiles(128, 128, 8, 3))),
-        "recompute": Backward(PLAIN_DKDV, DQ[128]),
-        "hopper-stash-2g": Backward(HOPPER_DKDV, DQ[128], stash(Tiles(128, 128, 8, 3), 2)),
-        "hopper-stash-4g-8192": Backward(
-            HOPPER_DKDV, DQ[128], stash(Tiles(128, 128, 8, 3), 4, 8192)
-        ),
-        "hopper-stash-2048": Backward(HOPPER_DKDV, DQ[128], stash(Tiles(128, 128, 8, 3), 1, 2048)),
-        "hopper-stash-64x128": Backward(HOPPER_DKDV, DQ[128], stash(Tiles(64, 128, 4, 4))),
-        "hopper-stash-128x64": Backward(HOPPER_DKDV, DQ[128], stash(Tiles(128, 64, 4, 4))),
-        "hopper-stash-64x64": Backward(HOPPER_DKDV, DQ[128], stash(Tiles(64, 64, 4, 4))),
-        "hopper-s3-stash": Backward(
-            Tiles(64, 128, 4, 3, hopper=True), DQ[128], stash(Tiles(128, 128, 8, 3))
-        ),
-        "dkdv-64x64-w4": Backward(Tiles(64, 64, 4, 2), DQ[128]),
-        "dkdv-64x128-s3": Backward(Tiles(64, 128, 8, 3), DQ[128]),
-        "dq-64x128-w4": Backward(PLAIN_DKDV, Tiles(64, 128, 4, 2)),
-        "dq-64x64-w4": Backward(PLAIN_DKDV, Tiles(64, 64, 4, 2)),
-        "dq-128x128-s1": Backward(PLAIN_DKDV, Tiles(128, 128, 8, 1)),
-        "dkdv-pointers": Backward(Tiles(64, 128, 8, 2, tma=False), DQ[128]),
-    },
-    64: {
-        "hopper-stash": Backward(
-            Tiles(64, 128, 4, 3, hopper=True), DQ[64], stash(Tiles(128, 128, 8, 3))
-        ),
-        "hopper": Backward(Tiles(64, 128, 4, 3, hopper=True), DQ[64]),
-        "recompute": Backward(PLAIN_DKDV, DQ[64]),
-        "stash": Backward(PLAIN_DKDV, DQ[64], stash(Tiles(128, 128, 8, 3))),
-        "dkdv-128x128": Backward(Tiles(128, 128, 8, 2), DQ[64]),
-        "dkdv-64x64-w4": Backward(Tiles(64, 64, 4, 2), DQ[64]),
-        "dq-128x64-s3": Backward(PLAIN_DKDV, Tiles(128, 64, 8, 3)),
-        "dq-64x64-w4": Backward(PLAIN_DKDV, Tiles(64, 64, 4, 3)),
-    },
+PLAIN_BACKWARD = {
+    "64x64, 64x64": Backward(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    "64x64, 128x64": Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3)),
+    "64x128, 128x64": Backward(Tiles(64, 128, 8, 3), Tiles(128, 64, 8, 3)),
 }
-TABLES: dict[str, dict[int, dict[str, Any]]] = {"forward": FORWARD, "backward": BACKWARD}
+SMALL_FORWARD = {
+    "64x64-s2": pointers(64, 64, 4, 2),
+    "64x64-s3": pointers(64, 64, 4, 3),
+    "64x32-s3": pointers(64, 32, 4, 3),
+    "32x64-s2": pointers(32, 64, 4, 2),
+    "128x64-w8-s3": pointers(128, 64, 8, 3),
+}
+SMALL_BACKWARD = {
+    "64x64, 64x64": Backward(pointers(64, 64, 4, 2), pointers(64, 64, 4, 2)),
+    "32x64, 64x32": Backward(pointers(32, 64, 4, 2), pointers(64, 32, 4, 3)),
+    "64x64-tma, 128x64": Backward(Tiles(64, 64, 4, 2), pointers(128, 64, 8, 3)),
+}
+FP32_FORWARD = {
+    "parts-128x32-w8": parts(128, 32, 8, 2, tma=False),
+    "parts-64x64-s2": parts(64, 64, 4, 2, tma=False),
+    "parts-64x64-s3": parts(64, 64, 4, 3, tma=False),
+    "parts-64x32": parts(64, 32, 4, 2, tma=False),
+    "32x32": pointers(32, 32, 4, 2),
+    "16x32": pointers(16, 32, 4, 2),
+    "64x32": pointers(64, 32, 4, 2),
+}
+FP32_BACKWARD = {
+    "parts-32x64-w8, 64x32": Backward(parts(32, 64, 8, 2), parts(64, 32, 4, 2)),
+    "parts-32x64, 64x32": Backward(parts(32, 64, 4, 2), parts(64, 32, 4, 2)),
+    "parts-64x64, 64x64": Backward(parts(64, 64, 4, 2), parts(64, 64, 4, 2)),
+    "32x32-w8": Backward(pointers(32, 32, 8, 1), pointers(32, 32, 8, 1)),
+    "32x32-w4": Backward(pointers(32, 32, 4, 1), pointers(32, 32, 4, 1)),
+    "16x64, 64x32": Backward(pointers(16, 64, 4, 1), pointers(64, 32, 4, 1)),
+}
+DQ = {128: Tiles(64, 64, 4, 2), 64: Tiles(128, 64, 8, 3)}
+
+
+def candidates(kind: str, problem: Problem) -> dict[str, Any]:
+    """By name, what competes for a row of the tables."""
+    forward = kind == "forward"
+    if problem.kind == "fp32":
+        return dict(FP32_FORWARD if forward else FP32_BACKWARD)
+    if problem.width not in DQ:
+        return dict(SMALL_FORWARD if forward else SMALL_BACKWARD)
+    plain = PLAIN_FORWARD if forward else PLAIN_BACKWARD
+    small = SMALL_FORWARD if forward else SMALL_BACKWARD
+    rest = plain if problem.heads > 1 else small
+    if forward:
+        return {"hopper-s2": hopper(128, 128, 4, 2), "hopper-s3": hopper(128, 128, 4, 3)} | rest
+    dkdv, dq = hopper(64, 128, 4, 2 if problem.width == 128 else 3), DQ[problem.width]
+    return {
+        "hopper": Backward(dkdv, dq),
+        "hopper-stash-128x64": Backward(dkdv, dq, stash(Tiles(128, 64, 4, 4))),
+        "hopper-stash-128x128": Backward(dkdv, dq, stash(Tiles(128, 128, 8, 3))),
+        "hopper-stash-1g": Backward(dkdv, dq, stash(Tiles(128, 64, 4, 4), 1, 4096)),
+        "hopper-stash-8g": Backward(dkdv, dq, stash(Tiles(128, 64, 4, 4), 8, 16384)),
+    } | rest
+
+
+KINDS = ("forward", "backward")
 BASELINES = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def make_inputs(width: int, length: int) -> list[Tensor]:
+def make_inputs(problem: Problem, length: int) -> list[Tensor]:
     """q, k, v, do: fresh every time."""
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-    size = (1, HEADS, length, width)
-    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    size = (1, problem.heads, length, problem.width)
+    return [torch.randn(size, device="cuda", dtype=DTYPES[problem.kind]) for _ in range(4)]
 
 
-def caller(kind: str, name: str, width: int, tensors: list[Tensor]) -> Callable[[], Any]:
+def caller(kind: str, name: str, problem: Problem, tensors: list[Tensor]) -> Callable[[], Any]:
     """What to time: one forward, or one backward from saved o and lse."""
     q, k, v, do = tensors
     if name in BASELINES:
@@ -150,11 +178,11 @@ def caller(kind: str, name: str, width: int, tensors: list[Tensor]) -> Callable[
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
     from shardwise.kernels import attention_launch as launch
 
-    mask = launch.Mask(True, 1 / math.sqrt(width))
-    tiles = TABLES[kind][width][name]
+    mask = launch.Mask(True, 1 / math.sqrt(problem.width))
+    tiles = candidates(kind, problem)[name]
     if kind == "forward":
         return lambda: launch.forward(q, k, v, mask, "fp32", tiles)
-    o, lse = launch.forward(q, k, v, mask, "fp32", Tiles(128, 64, 8, 2))
+    o, lse = launch.forward(q, k, v, mask, "fp32")
     return lambda: launch.backward(q, k, v, o, lse, do, mask, "fp32", tiles)
 
 
@@ -163,12 +191,12 @@ def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def check(kind: str, name: str, width: int) -> dict[str, Any]:
+def check(kind: str, name: str, problem: Problem) -> dict[str, Any]:
     """Errors against float64, and whether a second run gives the same bits."""
     import warnings
 
     warnings.simplefilter("ignore")
-    tensors = make_inputs(width, CHECK_LENGTH)
+    tensors = make_inputs(problem, CHECK_LENGTH)
     wanted_inputs = [x.double().requires_grad_() for x in tensors[:3]]
     o = plain_attention(*wanted_inputs, causal=True)
     if kind == "forward":
@@ -177,67 +205,55 @@ def check(kind: str, name: str, width: int) -> dict[str, Any]:
         wanted = torch.autograd.grad(o, wanted_inputs, tensors[3].double())
     # Under this mode torch fills each new tensor with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    call = caller(kind, name, width, tensors)
+    call = caller(kind, name, problem, tensors)
     runs = [call() for _ in range(2)]
     torch.cuda.synchronize()
     got, again = ((r[0],) if kind == "forward" else r for r in runs)
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True)]
-    good = all(e <= BOUND for e in errors)  # NaN is not
+    good = all(e <= BOUNDS[problem.kind] for e in errors)  # NaN is not
     same = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     return {"ok": good and same, "errors": errors, "same_bits": same}
 
 
-_inputs: dict[tuple[int, int], list[Tensor]] = {}
+_inputs: dict[tuple[Problem, int], list[Tensor]] = {}
 
 
-def measure(kind: str, name: str, width: int, length: int) -> dict[str, Any]:
-    """Median milliseconds and TFLOP/s, and the time of each kernel in it."""
-    if (width, length) not in _inputs:
+def measure(kind: str, name: str, problem: Problem, length: int) -> dict[str, Any]:
+    """Median milliseconds and TFLOP/s."""
+    if (problem, length) not in _inputs:
         _inputs.clear()
-        _inputs[width, length] = make_inputs(width, length)
-    call = caller(kind, name, width, [x.detach() for x in _inputs[width, length]])
-    times = time_calls(call)
+        _inputs[problem, length] = make_inputs(problem, length)
+    call = caller(kind, name, problem, [x.detach() for x in _inputs[problem, length]])
+    milliseconds = time_calls(call) if name in BASELINES else time_replays(call)
     products = 2 if kind == "forward" else 5
-    operations = products * 2 * HEADS * length * length / 2 * width
-    milliseconds = statistics.median(times)
-    return {
-        "ms": milliseconds,
-        "spread_ms": max(times) - min(times),
-        "tflops": operations / milliseconds / 1e9,
-        "kernels_ms": kernel_times(call) if kind == "backward" else {},
-    }
+    operations = products * problem.heads * length * length * problem.width
+    return {"ms": milliseconds, "tflops": operations / milliseconds / 1e9}
 
 
-def time_calls(call: Callable[[], Any], least_ms: float = 150) -> list[float]:
-    """Milliseconds of single calls, by device events, after two to warm up."""
+def time_calls(call: Callable[[], Any], calls: int = 1) -> float:
+    """The median of repeated calls by device events, divided by `calls`."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     times: list[float] = []
-    while len(times) < 5 or (sum(times) < least_ms and len(times) < 50):
+    while len(times) < 5 or (sum(times) < 150 and len(times) < 50):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
-    return times
+    return statistics.median(times) / calls
 
 
-def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds per kernel of one call; empty where the profiler does not work."""
-    from torch.profiler import ProfilerActivity, profile
-
-    try:
-        with profile(activities=[ProfilerActivity.CUDA]) as run:
+def time_replays(call: Callable[[], Any]) -> float:
+    """One call without the host's part: a graph of several, replayed."""
+    calls = max(2, min(20, int(15 / time_calls(call))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
             call()
-            torch.cuda.synchronize()
-        rows = run.key_averages()
-        return {
-            r.key[:40]: r.self_device_time_total / 1e3 for r in rows if r.self_device_time_total
-        }
-    except Exception:
-        return {}
+    return time_calls(graph.replay, calls)
 
 
 class Results:
@@ -252,12 +268,12 @@ class Results:
         self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
 
 
-def check_all(results: Results, widths: list[int], deadline: float) -> None:
+def check_all(results: Results, problems: list[Problem], deadline: float) -> None:
     work = {
-        f"check/{kind}/{width}/{name}": (kind, name, width)
-        for width in widths
-        for kind, table in TABLES.items()
-        for name in table[width]
+        f"check/{kind}/{problem}/{name}": (kind, name, problem)
+        for problem in problems
+        for kind in KINDS
+        for name in candidates(kind, problem)
     }
     work = {key: arguments for key, arguments in work.items() if key not in results.rows}
     for key, row in run_apart(work, deadline):
@@ -266,10 +282,11 @@ def check_all(results: Results, widths: list[int], deadline: float) -> None:
 
 
 def run_apart(
-    work: dict[str, tuple[str, str, int]], deadline: float
+    work: dict[str, tuple[str, str, Problem]], deadline: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Check each candidate in a process of its own: a crash or a hang stays its own."""
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton", "shardwise.kernels.attention"])
     queue = list(work.items())
     running: dict[str, tuple[BaseProcess, Connection, float]] = {}
     while queue or running:
@@ -296,9 +313,9 @@ def run_apart(
                 yield key, row
 
 
-def check_into(pipe: Connection, kind: str, name: str, width: int) -> None:
+def check_into(pipe: Connection, kind: str, name: str, problem: Problem) -> None:
     try:
-        row = check(kind, name, width)
+        row = check(kind, name, problem)
     except Exception as failure:
         row = {"ok": False, "failure": f"{type(failure).__name__}: {str(failure)[-400:]}"}
     pipe.send(row)
@@ -310,75 +327,74 @@ def detail(row: dict[str, Any]) -> str:
     return " ".join(f"{e:.1e}" for e in row["errors"]) + ("" if row["same_bits"] else " UNSTEADY")
 
 
-def time_all(results: Results, widths: list[int], lengths: list[int], deadline: float) -> None:
+def time_all(results: Results, problems: list[Problem], deadline: float) -> None:
     pool = ProcessPoolExecutor(1, get_context("spawn"))
-    for width in widths:
-        for length in lengths:
-            for kind, table in TABLES.items():
-                for name in (*BASELINES, *table[width]):
-                    key = f"time/{kind}/{width}/{length}/{name}"
-                    checked = results.rows.get(f"check/{kind}/{width}/{name}", {})
-                    if key in results.rows or (name not in BASELINES and not checked.get("ok")):
-                        continue
-                    if time.monotonic() > deadline:
-                        print("the time is up; run again to continue", flush=True)
-                        pool.shutdown()
-                        return
-                    try:
-                        row = pool.submit(measure, kind, name, width, length).result(HANG)
-                    except Exception as failure:  # out of memory, a hang: the others go on
-                        row = {"failure": f"{type(failure).__name__}: {str(failure)[-300:]}"}
-                        for process in active_children():
-                            process.kill()
-                        pool = ProcessPoolExecutor(1, get_context("spawn"))
-                    results.add(key, row)
+    work = [
+        (kind, name, problem, length)
+        for problem in problems
+        for length in LENGTHS[problem.heads]
+        for kind in KINDS
+        for name in (*(BASELINES if problem.kind == "bf16" else ()), *candidates(kind, problem))
+    ]
+    for kind, name, problem, length in work:
+        key = f"time/{kind}/{problem}/{length}/{name}"
+        checked = results.rows.get(f"check/{kind}/{problem}/{name}", {})
+        if key in results.rows or (name not in BASELINES and not checked.get("ok")):
+            continue
+        if time.monotonic() > deadline:
+            print("the time is up; run again to continue", flush=True)
+            break
+        try:
+            row = pool.submit(measure, kind, name, problem, length).result(HANG)
+        except Exception as failure:  # out of memory, a hang: the others go on
+            row = {"failure": f"{type(failure).__name__}: {str(failure)[-300:]}"}
+            for process in active_children():
+                process.kill()
+            pool = ProcessPoolExecutor(1, get_context("spawn"))
+        results.add(key, row)
     pool.shutdown()
 
 
 def print_table(results: Results) -> None:
-    best: dict[tuple[str, int], tuple[float, str]] = {}
-    names = f"{'name':28}{'ms':>9}{'TFLOP/s':>9}{'/flash':>8}{'/cudnn':>8}"
-    print(f"\n{'what':10}{'dim':>5}{'seq':>7}  {names}")
-    groups: dict[tuple[str, int, int], list[tuple[str, dict[str, Any]]]] = {}
+    groups: dict[tuple[str, str, int], list[tuple[str, dict[str, Any]]]] = {}
     for key, row in results.rows.items():
         if key.startswith("time/") and "ms" in row:
-            _, what, dim, seq, name = key.split("/")
-            groups.setdefault((what, int(dim), int(seq)), []).append((name, row))
-    for (kind, width, length), rows in sorted(groups.items(), reverse=True):
+            _, kind, problem, length, name = key.split("/")
+            groups.setdefault((kind, problem, int(length)), []).append((name, row))
+    columns = f"{'name':28}{'ms':>9}{'TFLOP/s':>9}{'/flash':>8}{'/cudnn':>8}"
+    print(f"\n{'what':10}{'problem':>13}{'seq':>7}  {columns}")
+    for (kind, problem, length), rows in sorted(groups.items()):
         base = {name: row["tflops"] for name, row in rows if name in BASELINES}
         for name, row in sorted(rows, key=lambda r: r[1]["ms"]):
             ratios = (row["tflops"] / base[b] if b in base else math.nan for b in BASELINES)
             print(
-                f"{kind:10}{width:5}{length:7}  {name:28}{row['ms']:9.3f}{row['tflops']:9.1f}"
+                f"{kind:10}{problem:>13}{length:7}  {name:28}{row['ms']:9.3f}{row['tflops']:9.1f}"
                 + "".join(f"{r:8.2f}" for r in ratios)
             )
-            if name not in BASELINES and row["tflops"] > best.get((kind, width), (0.0, ""))[0]:
-                best[kind, width] = (row["tflops"], name)
-    for (kind, width), (_, name) in sorted(best.items()):
-        print(f"best {kind} {width}: {name}: {TABLES[kind][width][name]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("attention-tune.json"))
     parser.add_argument("--budget", type=float, default=240, help="seconds (default: 240)")
-    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), choices=WIDTHS)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--once", nargs=4, metavar=("KIND", "NAME", "DIM", "SEQ"))
+    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
+    parser.add_argument("--once", nargs=4, metavar=("KIND", "NAME", "PROBLEM", "SEQ"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("attention_tune: needs a CUDA device")
     if options.once:
-        kind, name, width, length = options.once
-        call = caller(kind, name, int(width), make_inputs(int(width), int(length)))
+        kind, name, problem, length = options.once
+        inputs = make_inputs(PROBLEMS[problem], int(length))
+        call = caller(kind, name, PROBLEMS[problem], inputs)
         for _ in range(3):
             call()
         torch.cuda.synchronize()
         return
     deadline = time.monotonic() + options.budget
     results = Results(options.json)
-    check_all(results, options.widths, deadline)
-    time_all(results, options.widths, options.lengths, deadline)
+    problems = [PROBLEMS[name] for name in options.problems]
+    check_all(results, problems, deadline)
+    time_all(results, problems, deadline)
     print_table(results)
 
 

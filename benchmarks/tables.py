@@ -1,4 +1,4 @@
-"""Write the measured tables of README.md and docs/benchmarks.md from benchmarks/results.
+"""Write the measured tables of README.md and docs from benchmarks/results.
 
 python benchmarks/tables.py            rewrites the tables
 python benchmarks/tables.py --check    fails if a table is not what the results give
@@ -9,22 +9,31 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("step-cpu.json", "step-h200.json")
-PAGES = ("README.md", "docs/benchmarks.md")
-BEGIN, END = "<!-- table: step -->\n", "<!-- end -->\n"
+END = "<!-- end -->\n"
 
 
-def make_table() -> str:
+def load(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def note(name: str) -> str:
+    """Where and with what a result was measured."""
+    facts = load(name)["environment"]
+    hardware = facts.get("gpu") or f"{facts['cpu']}, {facts['cores']} cores"
+    return f"`{name}`: {hardware}, torch {facts['torch']}, commit {facts['commit']}"
+
+
+def make_step_table() -> str:
     lines = [
         "| case | strategy | against | ours | theirs | step | cpu | memory |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    notes = []
     for name in RESULTS:
-        result = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-        for row in result["rows"]:
+        for row in load(name)["rows"]:
             ours, theirs = row["ours"], row["theirs"]
             lines.append(
                 f"| `{row['case']}` | {row['strategy']} | `{row['peer']}` "
@@ -33,20 +42,77 @@ def make_table() -> str:
                 f"| **{row['step_ratio']:.2f}** | {row['cpu_ratio']:.2f} "
                 f"| {row['memory_ratio']:.2f} |"
             )
-        facts = result["environment"]
-        hardware = facts.get("gpu") or f"{facts['cpu']}, {facts['cores']} cores"
-        notes.append(f"`{name}`: {hardware}, torch {facts['torch']}, commit {facts['commit']}")
-    return "\n".join([*lines, "", "; ".join(notes) + ".", ""])
+    return "\n".join([*lines, "", "; ".join(map(note, RESULTS)) + ".", ""])
+
+
+def make_attention_table() -> str:
+    """TFLOP/s with 16 heads, and what they are of torch's flash and of cuDNN."""
+    result = load("attention-h200.json")
+    rows = {
+        (r["case"]["dim"], r["case"]["seq"], r["case"]["backend"]): r["tflops"]
+        for r in result["rows"]
+        if r["case"]["sweep"] == "heads" and not r["failure"]
+    }
+    lines = [
+        "| width | tokens | forward | / flash | / cuDNN | forward + backward | / flash | / cuDNN "
+        "| of the product |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for dim, seq, backend in rows:
+        if backend != "triton":
+            continue
+        ours = rows[dim, seq, "triton"]
+        cells = [f"{dim}", f"{seq:,}"]
+        for name in ("forward", "both"):
+            cells.append(f"{ours[name]:.0f}")
+            cells += [f"{ours[name] / rows[dim, seq, b][name]:.2f}" for b in ("flash", "cudnn")]
+        cells.append(f"{ours['both'] / result['ceilings_tflops']['bf16']:.0%}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", note("attention-h200.json") + ".", ""])
+
+
+def make_attention_step_table() -> str:
+    """Thousands of tokens per second of a training step."""
+    result = load("attention-step-h200.json")
+    shapes = list(dict.fromkeys((r["batch"], r["seq"]) for r in result["rows"]))
+    rates = {
+        (r["backend"], r["batch"], r["seq"]): r.get("tokens_per_second") for r in result["rows"]
+    }
+    lines = [
+        "| backend | " + " | ".join(f"{b} x {t:,}" for b, t in shapes) + " |",
+        "|---" * (len(shapes) + 1) + "|",
+    ]
+    for backend in dict.fromkeys(r["backend"] for r in result["rows"]):
+        cells = (rates[backend, *shape] for shape in shapes)
+        words = ("out of memory" if rate is None else f"{rate / 1e3:.0f} k" for rate in cells)
+        lines.append(f"| {backend} | " + " | ".join(words) + " |")
+    return "\n".join([*lines, "", note("attention-step-h200.json") + ".", ""])
+
+
+TABLES = {
+    "step": make_step_table,
+    "attention": make_attention_table,
+    "attention-step": make_attention_step_table,
+}
+PAGES = {
+    "README.md": ["step"],
+    "docs/benchmarks.md": ["step", "attention", "attention-step"],
+    "docs/attention.md": ["attention"],
+}
 
 
 def main() -> int:
-    table, stale = make_table(), []
-    for name in PAGES:
+    stale = []
+    for name, tables in PAGES.items():
         page = ROOT / name
-        text = page.read_text()
-        head, _, rest = text.partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        fresh = head + BEGIN + table + END + tail
+        text = fresh = page.read_text()
+        for table in tables:
+            begin = f"<!-- table: {table} -->\n"
+            head, found, rest = fresh.partition(begin)
+            if not found:
+                sys.exit(f"{name} has no place for the table {table!r}: {begin.strip()}")
+            _, _, tail = rest.partition(END)
+            fresh = head + begin + TABLES[table]() + END + tail
         if fresh != text:
             stale.append(name)
             if "--check" not in sys.argv:

@@ -5,6 +5,7 @@ Kernels are interpreted in a process of its own, because Triton decides at impor
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -14,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.cli import main
 from shardwise.kernels import attention_backends as backends
 from shardwise.kernels.attention import FlashAttention, attention
 from shardwise.kernels.attention_backends import Case, choose, forced
@@ -47,8 +50,8 @@ class Shape:
     dtype: torch.dtype = torch.float32
     blocks: tuple[int, int] = (16, 16)
     tma: bool = True
-    persistent: bool = False
     stash: int = 0  # queries per chunk
+    split: bool = False  # fp32 as bf16 parts
     layout: str = "plain"  # or "transposed": (B, seq, heads, D) in memory; "strided": every second
     scale: float | None = None
 
@@ -73,6 +76,10 @@ CASES = {
     "width-256": Shape(D=256, M=20, N=20, H=1),
     "heads": Shape(B=2, H=6, G=2, M=20, N=20),
     "no-groups": Shape(B=2, H=2, G=2, M=20, N=20),
+    "split": Shape(split=True),
+    "split-pointers": Shape(split=True, tma=False, D=20, H=4, G=2, B=2),
+    "split-unaligned": Shape(split=True, D=12, M=37, N=61, causal=False),
+    "split-segments": Shape(split=True, segments="packed", window=20),
     "window": Shape(window=9),
     "window-1": Shape(window=1),
     "window-wide": Shape(window=100),
@@ -90,7 +97,6 @@ CASES = {
     "bf16-pointers": Shape(dtype=torch.bfloat16, tma=False, window=20),
     "transposed": Shape(H=4, G=2, layout="transposed"),
     "strided": Shape(layout="strided"),
-    "persistent": Shape(B=1, M=70, N=70, persistent=True),
     "scale": Shape(scale=0.5),
     "stash": Shape(M=80, N=80, dtype=torch.float16, stash=32),
     "stash-groups": Shape(B=2, H=4, G=2, M=40, N=40, dtype=torch.bfloat16, stash=32),
@@ -154,7 +160,7 @@ def interpret(shape: Shape, seed: int) -> list[float]:
     (q, k, v, do), ids = make_inputs(shape, seed)
     scale = shape.scale if shape.scale is not None else 1 / math.sqrt(shape.D)
     mask = launch.Mask(shape.causal, scale, shape.window, *(ids or (None, None)))
-    tiles = Tiles(*shape.blocks, tma=shape.tma, persistent=shape.persistent)
+    tiles = Tiles(*shape.blocks, tma=shape.tma, split=shape.split)
     stash = None
     if shape.stash:
         room = 2 * shape.N * shape.stash * shape.H  # all heads of one batch element at a time
@@ -329,10 +335,13 @@ def case(**changes: Any) -> Case:
 def test_dispatch_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "HAS_TRITON", True)
     row = backends.Row(bits=16, min_width=64, min_keys=1024, order=("cudnn", "flash"))
-    monkeypatch.setattr(backends, "TABLE", (row,))
+    monkeypatch.setattr(backends, "TABLES", {(9, 0): (row,)})
+    monkeypatch.setattr(backends, "_capability", lambda device: (8, 0))
+    assert choose(case()) == "flash"  # a GPU that nobody has measured
+    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
     assert choose(case()) == "cudnn"
     assert choose(case(width=200)) == "flash"  # too wide for cudnn
-    assert choose(case(keys=512, queries=512)) == "triton"  # no row: the last resort
+    assert choose(case(keys=512, queries=512)) == "flash"  # no row
     assert choose(case(masked=True)) == "triton"
     assert choose(case(keys=8192)) == "triton"  # unequal lengths under a causal mask
     assert choose(case(dtype=torch.float64, width=512, masked=True)) == "math"
@@ -371,3 +380,23 @@ def test_works_without_triton() -> None:
         "else: raise SystemExit('no error')\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_bench_measures_once_and_resumes(tmp_path: Path) -> None:
+    result = tmp_path / "attention.json"
+    command = ["bench", "attention", "--quick", "--sweeps", "table7", "--json", str(result)]
+    assert main(command) == 0
+    first = json.loads(result.read_text())
+    assert {row["case"]["backend"] for row in first["rows"]} >= {"plain", "triton", "flash"}
+    for row in first["rows"]:
+        assert row["failure"] is None, row
+        assert set(row["ms"]) == set(row["tflops"]) == {"forward", "backward", "both"}
+    assert main([*command, "--resume"]) == 0
+    assert json.loads(result.read_text())["rows"] == first["rows"]
+
+
+def test_bench_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "attention", "--sweeps", "table8"]) == 2
+    assert "unknown sweep 'table8'" in capsys.readouterr().err
+    assert main(["bench", "attention", "--plot", str(tmp_path / "absent" / "a.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -9,7 +9,6 @@ queries x keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import attention_backends as backends
-from shardwise.kernels.attention_ops import attention_backward_op, attention_op
+from shardwise.kernels.attention_ops import run_backward, run_forward
 
 PRECISIONS = ("fp32", "tf32")
 
@@ -57,30 +56,12 @@ def attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     check(q, k, v)
-    if q.dim() == 3:
-        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        options = (causal, scale, window, segment_ids, precision, backend)
-        return _attention(q, k, v, *options).squeeze(1)
-    return _attention(q, k, v, causal, scale, window, segment_ids, precision, backend)
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    segment_ids: SegmentIds | None,
-    precision: str | None,
-    backend: str | None,
-) -> Tensor:
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 key, got {window}")
-    precision = precision or default_precision()
+    precision = precision or default_precision(q.dtype)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: use one of {PRECISIONS}")
     ids = split_ids(segment_ids, q, k)
@@ -93,6 +74,9 @@ def _attention(
         return FlashAttention.apply(
             q, k, v, causal, scale, window, q_ids, k_ids, precision, chosen == "triton"
         )
+    if q.dim() == 3:
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        return backends.run_torch(chosen, q, k, v, causal, scale, window, ids).squeeze(1)
     return backends.run_torch(chosen, q, k, v, causal, scale, window, ids)
 
 
@@ -119,14 +103,11 @@ class FlashAttention(torch.autograd.Function):
     ) -> Tensor:
         check(q, k, v)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        precision = precision or default_precision()
+        precision = precision or default_precision(q.dtype)
         if triton is None:
             triton = backends.triton_refusal(q.device, q.dtype) is None
         ctx.options = (is_causal, scale, window, precision, triton)
-        heads = (x.unsqueeze(1) for x in (q, k, v)) if q.dim() == 3 else (q, k, v)
-        o, lse = attention_op(*heads, q_ids, k_ids, *ctx.options)
-        if q.dim() == 3:
-            o, lse = o.squeeze(1), lse.squeeze(1)
+        o, lse = run_forward(q, k, v, q_ids, k_ids, *ctx.options)
         ctx.save_for_backward(q, k, v, o, lse, *(() if q_ids is None else (q_ids, k_ids)))
         return o
 
@@ -134,33 +115,30 @@ class FlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, *ids = ctx.saved_tensors
-        heads: Iterable[Tensor] = (q, k, v, o, lse, do)
-        if do.dim() == 3:
-            heads = (x.unsqueeze(1) for x in heads)
-        grads = attention_backward_op(*heads, *(ids or (None, None)), *ctx.options)
-        if do.dim() == 3:
-            grads = tuple(x.squeeze(1) for x in grads)
+        grads = run_backward(q, k, v, o, lse, do, *(ids or (None, None)), *ctx.options)
         return (*grads, *[None] * 7)
 
 
-def default_precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+def default_precision(dtype: torch.dtype) -> str:
+    """What torch's own products of this dtype use."""
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if tf32 else "fp32"
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError, naming the tensor, unless the three fit together."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    problem = None
     if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
-        raise ValueError(
-            "attention takes (batch, heads, seq, dim) or (batch, seq, dim) for all three, "
-            f"got {shapes}"
-        )
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, got {shapes}")
-    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same batch and head width, got {shapes}")
-    if q.dim() == 4 and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0):
-        raise ValueError(f"the query heads must be a multiple of the key/value heads, got {shapes}")
+        problem = "attention takes (batch, heads, seq, dim) or (batch, seq, dim) for all three"
+    elif k.shape != v.shape:
+        problem = "k and v must have the same shape"
+    elif q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        problem = "q and k must have the same batch and head width"
+    elif q.dim() == 4 and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0):
+        problem = "the query heads must be a multiple of the key/value heads"
+    if problem is not None:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{problem}, got {shapes}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.is_floating_point():

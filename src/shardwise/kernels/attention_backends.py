@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,16 +49,22 @@ class Row:
     order: tuple[str, ...]
 
 
-# Measured on an H200, torch 2.11, causal, 16 heads, forward + backward TFLOP/s: width 128 at 32,768
-# and 65,536 keys: cudnn 545 to 550, flash 326. The other rows are guesses until `shardwise bench
-# attention` has run there.
-TABLE = (
-    Row(bits=16, min_width=64, min_keys=1024, order=("cudnn", "triton", "flash")),
-    Row(bits=16, min_width=1, min_keys=0, order=("flash", "triton", "cudnn")),
-    Row(bits=32, min_width=1, min_keys=1024, order=("triton", "efficient")),
+# Measured on an H200 (torch 2.11, causal, forward + backward, 1 and 16 heads): benchmarks/results,
+# attention-h200.json, and attention-step-h200.json for width 64 at 1,024 to 16,384 keys. Bounds lie
+# between two lengths measured.
+HOPPER = (
+    Row(bits=16, min_width=65, min_keys=24576, order=("cudnn", "triton", "flash")),
+    Row(bits=16, min_width=65, min_keys=2048, order=("triton", "cudnn", "flash")),
+    Row(bits=16, min_width=33, min_keys=2048, order=("cudnn", "triton", "flash")),
+    Row(bits=16, min_width=1, min_keys=24576, order=("triton", "cudnn", "flash")),
+    Row(bits=16, min_width=1, min_keys=2048, order=("cudnn", "flash", "triton")),
+    Row(bits=16, min_width=33, min_keys=1024, order=("triton", "cudnn", "flash")),
+    Row(bits=16, min_width=1, min_keys=0, order=("flash", "cudnn", "triton")),
+    Row(bits=32, min_width=1, min_keys=4096, order=("triton", "efficient")),
     Row(bits=32, min_width=1, min_keys=0, order=("efficient", "triton")),
 )
-LAST_RESORT = ("triton", "flash", "efficient", "math")
+TABLES = {(9, 0): HOPPER}  # by compute capability
+UNMEASURED = ("flash", "efficient", "triton", "math")
 
 
 @dataclass(frozen=True)
@@ -162,14 +169,26 @@ def run_torch(
 
 
 def _ranking(case: Case) -> tuple[str, ...]:
-    for row in TABLE:
+    for row in _rows(case.device):
         if (
             row.bits == 8 * case.dtype.itemsize
             and row.min_width <= case.width
             and row.min_keys <= case.keys
         ):
-            return (*row.order, *LAST_RESORT)
-    return LAST_RESORT
+            return (*row.order, *UNMEASURED)
+    return UNMEASURED
+
+
+def _rows(device: torch.device) -> tuple[Row, ...]:
+    """The table of this GPU."""
+    if torch.compiler.is_compiling():
+        return HOPPER  # a trace cannot ask for the GPU; a wrong guess costs time only
+    return TABLES.get(_capability(device), ())
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _refusal(backend: str, case: Case) -> str | None:

@@ -22,13 +22,16 @@ import triton.language as tl
 
 from shardwise.kernels.attention_tiles import (
     ANY_INTEGER,
+    factor,
     keys_of,
+    load_factor,
     load_line,
     load_rows,
     product,
     queries_of,
     segment_bounds,
     store_rows,
+    turned,
     visible,
 )
 
@@ -62,9 +65,11 @@ def _walk_queries(
     """Add what the queries [lo, hi) of one head give to dk and dv."""
     for m0 in tl.range(lo, hi, BLOCK_M):
         m0 = tl.multiple_of(m0, BLOCK_M)
-        q_MD = load_rows(q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, EVEN_M, EVEN_D)
+        q_MD = load_factor(
+            q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, EVEN_M, EVEN_D, PRECISION
+        )
         lse_M = load_line(lse, head, m0, M, line_stride, BLOCK_M, TMA)
-        s_NM = product(k_ND, q_MD.T, None, PRECISION)
+        s_NM = product(k_ND, turned(q_MD, PRECISION), None, PRECISION)
         p_NM = tl.exp2(s_NM * scale_log2 - lse_M[None, :])
         if PARTIAL:
             m = m0 + tl.arange(0, BLOCK_M)
@@ -74,11 +79,13 @@ def _walk_queries(
                 ids_M = tl.load(q_ids + m, mask=m < M, other=0)
                 seen = seen & (ids_M[None, :] == ids_N[:, None])
             p_NM = tl.where(seen, p_NM, 0.0)
-        do_MD = load_rows(do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, TMA, EVEN_M, EVEN_D)
-        dv_ND = product(p_NM.to(do_MD.dtype), do_MD, dv_ND, PRECISION)
+        do_MD = load_factor(
+            do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, TMA, EVEN_M, EVEN_D, PRECISION
+        )
+        dv_ND = product(factor(p_NM, do_MD, PRECISION), do_MD, dv_ND, PRECISION)
         delta_M = load_line(delta, head, m0, M, line_stride, BLOCK_M, TMA)
-        dp_NM = product(v_ND, do_MD.T, None, PRECISION)
-        ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
+        dp_NM = product(v_ND, turned(do_MD, PRECISION), None, PRECISION)
+        ds_NM = factor(p_NM * (dp_NM - delta_M[None, :]), q_MD, PRECISION)
         dk_ND = product(ds_NM, q_MD, dk_ND, PRECISION)
         if STASH:
             stash.store([stash_head, n0, m0 - chunk_lo], ds_NM.reshape([1, BLOCK_N, BLOCK_M]))
@@ -131,8 +138,12 @@ def dkdv_kernel(
         full_lo = tl.minimum(tl.maximum(full_lo, chunk_lo), tl.maximum(hi, lo))
         full_hi = tl.minimum(full_hi, chunk_hi)
 
-    k_ND = load_rows(k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D)
-    v_ND = load_rows(v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D)
+    k_ND = load_factor(
+        k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D, PRECISION
+    )
+    v_ND = load_factor(
+        v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D, PRECISION
+    )
     for i in range(GROUP):
         h = g * GROUP + i
         q_head = b * H + h
@@ -171,10 +182,8 @@ def dkdv_kernel(
             tl.store(dk_sum + sums, dk_ND, mask=n[:, None] < N)
             tl.store(dv_sum + sums, dv_ND, mask=n[:, None] < N)
     if done:
-        dk_out = (dk_ND * scale).to(k_ND.dtype)
-        store_rows(dk, dk_out, b, g, n0, N, D, dk_strides, BLOCK_N, BLOCK_D, TMA)
-        dv_out = dv_ND.to(v_ND.dtype)
-        store_rows(dv, dv_out, b, g, n0, N, D, dv_strides, BLOCK_N, BLOCK_D, TMA)
+        store_rows(dk, dk_ND * scale, b, g, n0, N, D, dk_strides, BLOCK_N, BLOCK_D, TMA)
+        store_rows(dv, dv_ND, b, g, n0, N, D, dv_strides, BLOCK_N, BLOCK_D, TMA)
 
 
 @triton.jit
@@ -188,10 +197,14 @@ def _walk_keys(
     """Add what the keys [lo, hi) give to dq."""
     for n0 in tl.range(lo, hi, BLOCK_N):
         n0 = tl.multiple_of(n0, BLOCK_N)
-        k_ND = load_rows(k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D)
-        v_ND = load_rows(v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D)
-        s_MN = product(q_MD, k_ND.T, None, PRECISION)
-        dp_MN = product(do_MD, v_ND.T, None, PRECISION)
+        k_ND = load_factor(
+            k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D, PRECISION
+        )
+        v_ND = load_factor(
+            v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D, PRECISION
+        )
+        s_MN = product(q_MD, turned(k_ND, PRECISION), None, PRECISION)
+        dp_MN = product(do_MD, turned(v_ND, PRECISION), None, PRECISION)
         p_MN = tl.exp2(s_MN * scale_log2 - lse_M[:, None])
         if PARTIAL:
             m = m0 + tl.arange(0, BLOCK_M)
@@ -201,7 +214,7 @@ def _walk_keys(
                 ids_N = tl.load(k_ids + n, mask=n < N, other=0)
                 seen = seen & (ids_M[:, None] == ids_N[None, :])
             p_MN = tl.where(seen, p_MN, 0.0)
-        ds_MN = (p_MN * (dp_MN - delta_M[:, None])).to(k_ND.dtype)
+        ds_MN = factor(p_MN * (dp_MN - delta_M[:, None]), k_ND, PRECISION)
         dq_MD = product(ds_MN, k_ND, dq_MD, PRECISION)
     return dq_MD
 
@@ -227,8 +240,12 @@ def dq_kernel(
     m = m0 + tl.arange(0, BLOCK_M)
     lse_M = load_line(lse, head, m0, M, line_stride, BLOCK_M, False)
     delta_M = load_line(delta, head, m0, M, line_stride, BLOCK_M, False)
-    q_MD = load_rows(q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D)
-    do_MD = load_rows(do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D)
+    q_MD = load_factor(
+        q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D, PRECISION
+    )
+    do_MD = load_factor(
+        do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D, PRECISION
+    )
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     ids_M = m
     lo, full_lo, full_hi, hi = keys_of(m0, N, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
@@ -257,8 +274,7 @@ def dq_kernel(
                 N, D, window, scale_log2, k_strides, v_strides,
                 True, CAUSAL, WINDOW, SEGMENTS, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
             )  # fmt: skip
-    dq_MD = (dq_MD * scale).to(q_MD.dtype)
-    store_rows(dq, dq_MD, b, h, m0, M, D, dq_strides, BLOCK_M, BLOCK_D, TMA)
+    store_rows(dq, dq_MD * scale, b, h, m0, M, D, dq_strides, BLOCK_M, BLOCK_D, TMA)
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)

@@ -121,13 +121,15 @@ def _walk_queries(
 
         if STASH:
             ds_tile = ds_smem.index(2 * half + (count & 1))
-            tma.store_wait(1)  # the store before last has left this buffer
-            gl.thread_barrier()
             ds_tile.store(ds_NM)
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(stash, [stash_head, n0, m0 - chunk_lo], ds_tile)
         dv_ND, dk_ND, p_left, ds_left = warpgroup_mma_wait(0, [dv_ND, dk_ND, p_left, ds_left])
+        if STASH:
+            # The store before this one has left its buffer, which the next tile takes; the barrier
+            # that comes with `arrive` tells the other warps.
+            tma.store_wait(1)
         mbarrier.arrive(empty.index(stage))
         count += 1
     return dk_ND, dv_ND, count

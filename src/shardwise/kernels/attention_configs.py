@@ -14,12 +14,11 @@ class Tiles:
 
     block_m: int
     block_n: int
-    num_warps: int = 8
+    num_warps: int = 4  # of one role, with `hopper`
     num_stages: int = 2
     tma: bool = True  # read tiles through tensor descriptors where the tensors allow it
-    persistent: bool = False  # forward only: one program per multiprocessor, many tiles each
-    hopper: bool = False  # the Gluon kernel; falls back to plain Triton where that cannot serve
-    pingpong: bool = False  # forward with `hopper`: consumers take turns to issue products
+    split: bool = False  # true fp32: a kernel makes bf16 parts of the factors beforehand
+    hopper: bool = False  # the Gluon kernel, where it can serve
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class Stash:
     """The workspace of the five-product backward: heads x keys x chunk, in 16-bit numbers."""
 
     product: Tiles  # of dq = ds k; neither block may exceed the block_n of dk and dv
-    bytes: int = 1 << 30
-    chunk: int = 4096  # queries; dk and dv are read and written once per chunk
+    bytes: int = 2 << 30
+    chunk: int = 8192  # queries; dk and dv are read and written once per chunk
     min_heads: int = 4  # with fewer, dq = ds k has too few programs to fill the GPU
 
 
@@ -39,75 +38,128 @@ class Backward:
     stash: Stash | None = None  # None: recompute
 
 
-# Keys are block_d: the head width, rounded up to a power of two. Not yet measured on a GPU: chosen
-# for no spills and no serialised products in the compiler's report for sm_90.
+# Keys are block_d: the head width, rounded up to a power of two. Chosen on an H200 with Triton 3.6
+# from runs like benchmarks/attention_tune.py; rows of width 32 and 256 and those of tf32 from the
+# compiler's report alone, as are the `split` rows since their sums left the tensor cores.
 FORWARD_16BIT = {
-    16: Tiles(128, 128, 8, 3),
-    32: Tiles(128, 128, 8, 3),
-    64: Tiles(128, 128, 8, 3),
-    128: Tiles(128, 128, 8, 2),
+    16: Tiles(64, 64, 4, 3, tma=False),
+    32: Tiles(64, 64, 4, 3, tma=False),
+    64: Tiles(64, 128, 4, 2),
+    128: Tiles(128, 64, 8, 3, tma=False),
     256: Tiles(128, 64, 8, 2),
 }
 BACKWARD_16BIT = {
-    16: Backward(Tiles(64, 128, 8, 2), Tiles(128, 128, 8, 2)),
-    32: Backward(Tiles(64, 128, 8, 2), Tiles(128, 128, 8, 2)),
-    64: Backward(Tiles(64, 128, 8, 2), Tiles(128, 128, 8, 2)),
-    128: Backward(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
+    16: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3, tma=False)),
+    32: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3, tma=False)),
+    64: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3)),
+    128: Backward(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     256: Backward(Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2)),
 }
 
-# Replace rows of the tables above on Hopper where the Gluon kernels can serve. Empty until a GPU
-# has confirmed them; the candidates are in benchmarks/attention_tune.py.
-FORWARD_HOPPER: dict[int, Tiles] = {}
-BACKWARD_HOPPER: dict[int, Backward] = {}
+# These replace rows of the tables above where the Gluon kernels can serve.
+FORWARD_HOPPER = {
+    64: Tiles(128, 128, num_stages=3, hopper=True),
+    128: Tiles(128, 128, num_stages=2, hopper=True),
+}
+BACKWARD_HOPPER = {
+    64: Backward(Tiles(64, 128, num_stages=3, hopper=True), Tiles(128, 64, 8, 3)),
+    128: Backward(
+        Tiles(64, 128, num_stages=2, hopper=True),
+        Tiles(64, 64, 4, 2),
+        Stash(Tiles(128, 64, 4, 4)),
+    ),
+}
+
+# And these, where the queries make few blocks: smaller tiles give more programs, and pointers are
+# passed faster than descriptors are made.
+FEW_FORWARD_16BIT = {
+    16: Tiles(64, 64, 4, 3, tma=False),
+    32: Tiles(64, 64, 4, 3, tma=False),
+    64: Tiles(64, 64, 4, 3, tma=False),
+    128: Tiles(64, 64, 4, 3, tma=False),
+    256: Tiles(64, 32, 4, 2, tma=False),
+}
+FEW_BACKWARD_16BIT = {
+    16: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
+    32: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
+    64: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
+    128: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
+    256: Backward(Tiles(32, 64, 8, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
+}
 
 FORWARD_TF32 = {
-    16: Tiles(128, 64, 8, 2),
-    32: Tiles(128, 64, 8, 2),
-    64: Tiles(128, 64, 8, 2),
-    128: Tiles(128, 64, 8, 2),
-    256: Tiles(128, 32, 8, 1),
+    16: Tiles(64, 32, 4, 2, tma=False),
+    32: Tiles(64, 32, 4, 2, tma=False),
+    64: Tiles(64, 32, 4, 2, tma=False),
+    128: Tiles(128, 64, 8, 2, tma=False),
+    256: Tiles(128, 32, 8, 1, tma=False),
 }
 BACKWARD_TF32 = {
-    16: Backward(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    32: Backward(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    64: Backward(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    128: Backward(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    256: Backward(Tiles(32, 64, 8, 1), Tiles(64, 16, 4, 1)),
+    16: Backward(Tiles(32, 64, 4, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
+    32: Backward(Tiles(32, 64, 4, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
+    64: Backward(Tiles(32, 64, 4, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
+    128: Backward(Tiles(32, 64, 8, 2, tma=False), Tiles(64, 32, 8, 2, tma=False)),
+    256: Backward(Tiles(32, 64, 8, 1, tma=False), Tiles(64, 16, 4, 1, tma=False)),
 }
 
 # fp32 without loss: an fp32 number is three bf16 numbers, and six products of those carry its 24
-# bits through the tensor cores. "tf32x3" does it with three tf32 products but more registers;
-# "ieee" multiplies on the ordinary units, many times slower.
+# bits through the tensor cores. With `split` the parts are made once, beforehand; without it by the
+# kernel (Triton's "bf16x6"), which costs it registers but no launch. "ieee" would multiply on the
+# ordinary units.
 FP32_PRECISION = "bf16x6"
 FORWARD_FP32 = {
-    16: Tiles(128, 64, 8, 2),
-    32: Tiles(128, 64, 8, 2),
-    64: Tiles(128, 32, 8, 2),
-    128: Tiles(128, 32, 8, 2),
+    16: Tiles(64, 64, 4, 3, tma=False, split=True),
+    32: Tiles(64, 64, 4, 3, tma=False, split=True),
+    64: Tiles(64, 64, 4, 2, tma=False, split=True),
+    128: Tiles(128, 32, 8, 2, tma=False, split=True),
     256: Tiles(32, 32, 8, 1),
 }
 BACKWARD_FP32 = {
-    16: Backward(Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
-    32: Backward(Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
-    64: Backward(Tiles(16, 64, 4, 1), Tiles(128, 32, 8, 1)),
-    128: Backward(Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
+    16: Backward(Tiles(64, 64, 4, 2, split=True), Tiles(64, 64, 4, 2, split=True)),
+    32: Backward(Tiles(64, 64, 4, 2, split=True), Tiles(64, 64, 4, 2, split=True)),
+    64: Backward(Tiles(32, 64, 4, 2, split=True), Tiles(64, 32, 4, 2, split=True)),
+    128: Backward(Tiles(32, 64, 8, 2, split=True), Tiles(64, 32, 4, 2, split=True)),
     256: Backward(Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
 }
+FEW_FORWARD_FP32 = Tiles(32, 32, 4, 2, tma=False)
+FEW_BACKWARD_FP32 = Backward(Tiles(32, 32, 4, 1, tma=False), Tiles(32, 32, 4, 1, tma=False))
 
-HEADS_CACHE_BYTES = 32 << 20  # keys and values of the heads that run together should fit L2
+BLOCK = 128  # queries by which the size of a problem is counted
+FEW = 64  # at most so many blocks: 16-bit
+FEW_FORWARD = 16  # fp32
+FEW_BACKWARD = 2
+NARROW = 128  # the widest head that the small fp32 tiles are for
+
+STASH_SHARE = 32  # the stash takes at most this part of the GPU's memory
+# Heads that run at the same time: enough to end together, few enough that some programs read the
+# same keys; more if all their keys and values fit the L2 cache.
+MIN_HEADS = 64
+HEADS_CACHE_BYTES = 32 << 20
 
 
-def forward_tiles(bits: int, precision: str, block_d: int, hopper: bool) -> Tiles:
-    """The row for a dtype of `bits`; `hopper`: the Gluon kernel can serve."""
+def forward_tiles(bits: int, precision: str, block_d: int, hopper: bool, blocks: int) -> Tiles:
+    """The row for a dtype of `bits` and `blocks` of queries; `hopper`: Gluon can serve."""
     if bits == 16:
+        if blocks <= FEW:
+            return FEW_FORWARD_16BIT[block_d]
         chosen = FORWARD_HOPPER.get(block_d) if hopper else None
         return chosen or FORWARD_16BIT[block_d]
-    return (FORWARD_TF32 if precision == "tf32" else FORWARD_FP32)[block_d]
+    if precision == "tf32":
+        return FORWARD_TF32[block_d]
+    if blocks <= FEW_FORWARD and block_d <= NARROW:
+        return FEW_FORWARD_FP32
+    return FORWARD_FP32[block_d]
 
 
-def backward_tiles(bits: int, precision: str, block_d: int, hopper: bool) -> Backward:
+def backward_tiles(bits: int, precision: str, block_d: int, hopper: bool, blocks: int) -> Backward:
+    """As `forward_tiles`."""
     if bits == 16:
+        if blocks <= FEW:
+            return FEW_BACKWARD_16BIT[block_d]
         chosen = BACKWARD_HOPPER.get(block_d) if hopper else None
         return chosen or BACKWARD_16BIT[block_d]
-    return (BACKWARD_TF32 if precision == "tf32" else BACKWARD_FP32)[block_d]
+    if precision == "tf32":
+        return BACKWARD_TF32[block_d]
+    if blocks <= FEW_BACKWARD and block_d <= NARROW:
+        return FEW_BACKWARD_FP32
+    return BACKWARD_FP32[block_d]

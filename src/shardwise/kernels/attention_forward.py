@@ -16,11 +16,13 @@ import triton.language as tl
 
 from shardwise.kernels.attention_tiles import (
     ANY_INTEGER,
+    factor,
     keys_of,
-    load_rows,
+    load_factor,
     product,
     segment_bounds,
     store_rows,
+    turned,
     visible,
 )
 
@@ -36,8 +38,10 @@ def _walk(
     """Take the keys [lo, hi) into the running sums; `PARTIAL` tiles are masked."""
     for n0 in tl.range(lo, hi, BLOCK_N):
         n0 = tl.multiple_of(n0, BLOCK_N)
-        k_ND = load_rows(k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D)
-        s_MN = product(q_MD, k_ND.T, None, PRECISION)
+        k_ND = load_factor(
+            k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D, PRECISION
+        )
+        s_MN = product(q_MD, turned(k_ND, PRECISION), None, PRECISION)
         if PARTIAL:
             m = m0 + tl.arange(0, BLOCK_M)
             n = n0 + tl.arange(0, BLOCK_N)
@@ -55,15 +59,17 @@ def _walk(
         decay_M = tl.exp2(max_M - base_M)
         sum_M = sum_M * decay_M + tl.sum(p_MN, 1)
         acc_MD = acc_MD * decay_M[:, None]
-        v_ND = load_rows(v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D)
-        acc_MD = product(p_MN.to(v_ND.dtype), v_ND, acc_MD, PRECISION)
+        v_ND = load_factor(
+            v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, not PARTIAL, EVEN_D, PRECISION
+        )
+        acc_MD = product(factor(p_MN, v_ND, PRECISION), v_ND, acc_MD, PRECISION)
         max_M = new_M
     return acc_MD, max_M, sum_M
 
 
-@triton.jit
-def _attend(
-    tile, q, k, v, o, lse, q_ids, k_ids, first, last,
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def forward_kernel(
+    q, k, v, o, lse, q_ids, k_ids, first, last,
     q_strides, k_strides, v_strides, o_strides, lse_stride,
     scale_log2, heads, H, M, N, D, window, section,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -71,10 +77,11 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of queries of one head."""
+    """One block of queries of one head."""
     # Heads go in sections whose keys and values fit into the L2 cache together. Within a section
     # the late blocks go first: under a causal mask they have the most keys, and work that starts
     # last should be short.
+    tile = tl.program_id(0)
     blocks = tl.cdiv(M, BLOCK_M)
     start = tile // (blocks * section) * section
     width = tl.minimum(section, heads - start)
@@ -86,7 +93,9 @@ def _attend(
     g = h // GROUP
 
     m = m0 + tl.arange(0, BLOCK_M)
-    q_MD = load_rows(q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D)
+    q_MD = load_factor(
+        q, b, h, m0, M, D, q_strides, BLOCK_M, BLOCK_D, TMA, False, EVEN_D, PRECISION
+    )
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
@@ -122,35 +131,6 @@ def _attend(
     if WINDOW or SEGMENTS:
         lse_M = tl.where(sum_M == 0.0, float("inf"), lse_M)
         sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
-    o_MD = (acc_MD * (1.0 / sum_M)[:, None]).to(q_MD.dtype)
+    o_MD = acc_MD * (1.0 / sum_M)[:, None]
     store_rows(o, o_MD, b, h, m0, M, D, o_strides, BLOCK_M, BLOCK_D, TMA)
     tl.store(lse + head.to(tl.int64) * lse_stride + m, lse_M, mask=m < M)
-
-
-@triton.jit(do_not_specialize=ANY_INTEGER)
-def forward_kernel(
-    q, k, v, o, lse, q_ids, k_ids, first, last,
-    q_strides, k_strides, v_strides, o_strides, lse_stride,
-    scale_log2, heads, H, M, N, D, window, section,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    TMA: tl.constexpr, PERSISTENT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One block of queries per program or, `PERSISTENT`, as many as it takes."""
-    if PERSISTENT:
-        tiles = tl.cdiv(M, BLOCK_M) * heads
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-            _attend(
-                tile, q, k, v, o, lse, q_ids, k_ids, first, last,
-                q_strides, k_strides, v_strides, o_strides, lse_stride, scale_log2,
-                heads, H, M, N, D, window, section, GROUP, CAUSAL, WINDOW, SEGMENTS,
-                EVEN_N, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
-            )  # fmt: skip
-    else:
-        _attend(
-            tl.program_id(0), q, k, v, o, lse, q_ids, k_ids, first, last,
-            q_strides, k_strides, v_strides, o_strides, lse_stride, scale_log2,
-            heads, H, M, N, D, window, section, GROUP, CAUSAL, WINDOW, SEGMENTS,
-            EVEN_N, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
-        )  # fmt: skip

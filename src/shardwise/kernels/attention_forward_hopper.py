@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: SIM113  (the language has no enumerate)
+
 """The forward kernel for Hopper, in Gluon: the same algorithm with its warps told apart.
 
 Plain Triton runs loads, products and softmax of a block in lockstep, so the tensor cores wait while
@@ -10,8 +10,8 @@ exponentials are taken. Here three groups of warps share a block of 128 queries:
     consumer 1   4 warps   queries  64 .. 127
 
 A consumer keeps two products in flight: while p v of one tile runs, the softmax of the next tile is
-taken from the scores that q k^T has just delivered. With `PINGPONG` the consumers also take turns
-to issue products, so that one's softmax falls into the other's products.
+taken from the scores that q k^T has just delivered. The consumers take turns to issue products, so
+that one's softmax falls into the other's products.
 
 Tiles of k go from the last to the first: with equal block sizes only the last one, on the diagonal
 or at the ragged end, needs a mask, and each query sees a key of it, so no sum is ever empty.
@@ -47,6 +47,26 @@ def _place(tile, heads, H, M, section, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def _rounds(tiles):
+    """How many tiles this program takes."""
+    programs = gl.num_programs(0)
+    whole = tiles // programs
+    return whole + (_tile(whole) < tiles).to(gl.int32)
+
+
+@gluon.jit
+def _tile(round):
+    """This program's tile in a round; every second round deals backwards.
+
+    Tiles come longest first, so a program that got the longest of one round gets the shortest of
+    the next, and all end together.
+    """
+    i = gl.program_id(0)
+    programs = gl.num_programs(0)
+    return round * programs + gl.where(round % 2 == 0, i, programs - 1 - i)
+
+
+@gluon.jit
 def _count(m0, N, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """How many tiles of keys the queries [m0, m0 + BLOCK_M) see."""
     hi = N
@@ -66,11 +86,10 @@ def _produce(
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
     count = 0
-    rounds = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, m0 = _place(tile, heads, H, M, section, BLOCK_M)
+    for round in range(_rounds(tiles)):
+        b, h, m0 = _place(_tile(round), heads, H, M, section, BLOCK_M)
         for half in gl.static_range(2):
-            mbarrier.wait(q_empty.index(half), (rounds & 1) ^ 1)
+            mbarrier.wait(q_empty.index(half), (round & 1) ^ 1)
             mbarrier.expect(q_full.index(half), q.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 q, [b, h, m0 + half * (BLOCK_M // 2), 0], q_full.index(half), q_smem.index(half)
@@ -91,14 +110,13 @@ def _produce(
                 v, [b, h // GROUP, n0, 0], v_full.index(stage), v_smem.index(stage)
             )
             count += 1
-        rounds += 1
 
 
 @gluon.jit
 def _consume(
     o, lse, smem, q_bars, k_bars, v_bars, turn, tiles, heads, H, M, N, section, lse_stride,
     scale_log2, half: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BLOCK_M // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -114,16 +132,15 @@ def _consume(
     o_tile = o_smem.index(half)
     zeros_MN = gl.zeros([HALF, BLOCK_N], gl.float32, s_layout)
     count = 0
-    rounds = 0
     turns = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, m0 = _place(tile, heads, H, M, section, BLOCK_M)
+    for round in range(_rounds(tiles)):
+        b, h, m0 = _place(_tile(round), heads, H, M, section, BLOCK_M)
         blocks = _count(m0, N, CAUSAL, BLOCK_M, BLOCK_N)
         m0 += half * HALF
 
         # The last tile of keys: the only masked one. Its products are not yet overlapped.
         stage = count % STAGES
-        mbarrier.wait(q_full.index(half), rounds & 1)
+        mbarrier.wait(q_full.index(half), round & 1)
         mbarrier.wait(k_full.index(stage), count // STAGES & 1)
         s_MN = warpgroup_mma(
             q_MD, k_smem.index(stage).permute([1, 0]), zeros_MN, use_acc=False, is_async=True
@@ -148,16 +165,14 @@ def _consume(
             count += 1
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            if PINGPONG:
-                mbarrier.wait(turn.index(half), turns & 1)
-                turns += 1
+            mbarrier.wait(turn.index(half), turns & 1)
+            turns += 1
             s_MN = warpgroup_mma(
                 q_MD, k_smem.index(stage).permute([1, 0]), zeros_MN, use_acc=False, is_async=True
             )
             mbarrier.wait(v_full.index(v_stage), v_phase)
             acc_MD = warpgroup_mma(p_left, v_smem.index(v_stage), acc_MD, is_async=True)
-            if PINGPONG:
-                mbarrier.arrive(turn.index(1 - half))
+            mbarrier.arrive(turn.index(1 - half))
             s_MN = warpgroup_mma_wait(1, [s_MN])
             mbarrier.arrive(k_empty.index(stage))
             new_M = gl.maximum(max_M, gl.max(s_MN, 1) * scale_log2)
@@ -188,7 +203,6 @@ def _consume(
         acc_MD, p_left = warpgroup_mma_wait(0, [acc_MD, p_left])
         mbarrier.arrive(v_empty.index(stage))
         count += 1
-        rounds += 1
 
         head = (b * H + h).to(gl.int64)
         gl.store(lse + head * lse_stride + m, max_M + gl.log2(sum_M), mask=m < M)
@@ -206,9 +220,9 @@ def _consume(
 def forward_hopper_kernel(
     q, k, v, o, lse, lse_stride, scale_log2, heads, H, M, N, section,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: each program takes every num_programs-th block of queries.
+    """A persistent grid: each program takes one block of queries per round.
 
     `q`, `k`, `v`, `o` are descriptors of (1, 1, rows, D) blocks: half a BLOCK_M for q and o, a
     BLOCK_N for k and v.
@@ -248,11 +262,11 @@ def forward_hopper_kernel(
         [
             (_consume, (
                 o, lse, smem, q_bars, k_bars, v_bars, turn, tiles, heads, H, M, N, section,
-                lse_stride, scale_log2, 0, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES, PINGPONG,
+                lse_stride, scale_log2, 0, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES,
             )),
             (_consume, (
                 o, lse, smem, q_bars, k_bars, v_bars, turn, tiles, heads, H, M, N, section,
-                lse_stride, scale_log2, 1, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES, PINGPONG,
+                lse_stride, scale_log2, 1, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES,
             )),
             (_produce, (
                 q, k, v, smem, q_bars, k_bars, v_bars, tiles, heads, H, M, N, section,

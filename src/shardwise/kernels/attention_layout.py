@@ -19,9 +19,11 @@ def new_like(x: Tensor) -> Tensor:
 
 
 def new_lines(q: Tensor) -> Tensor:
-    """An uninitialised fp32 number per query, (batch, heads, queries).
+    """An uninitialised fp32 number per query: (batch, heads, queries), or (batch, queries).
 
     Each head's start is 16-byte aligned, as descriptors need it.
     """
-    B, H, M, _ = q.shape
-    return q.new_empty((B, H, (M + LINE - 1) // LINE * LINE), dtype=torch.float32)[..., :M]
+    *outer, length, _ = q.shape
+    row = (length + LINE - 1) // LINE * LINE
+    strides = (outer[1] * row, row, 1) if len(outer) == 2 else (row, 1)
+    return torch.empty_strided((*outer, length), strides, dtype=torch.float32, device=q.device)

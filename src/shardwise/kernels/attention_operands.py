@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shardwise.kernels.attention_layout import new_lines
+from shardwise.kernels.attention_layout import LINE, new_lines
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -37,8 +37,9 @@ def block_d(q: Tensor) -> int:
 
 def aligned_lines(x: Tensor) -> Tensor:
     """x as `new_lines` lays it out; a copy only if something between has changed that."""
-    aligned = new_lines(x.unsqueeze(-1))
-    return x if x.stride() == aligned.stride() else aligned.copy_(x)
+    row = (x.shape[-1] + LINE - 1) // LINE * LINE
+    wanted = (x.shape[1] * row, row, 1) if x.dim() == 3 else (row, 1)
+    return x if x.stride() == wanted else new_lines(x.unsqueeze(-1)).copy_(x)
 
 
 def reach(ids: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -77,17 +78,12 @@ def descriptor(x: Tensor, block: list[int]) -> Any:
     return TensorDescriptor(x, list(x.shape), _strides(x), block)
 
 
-def tiles_of(x: Tensor, rows: int, tma: bool) -> Any:
-    """What a kernel reads (B, heads, length, D) through, `rows` rows of a head at a time."""
-    return descriptor(x, [1, 1, rows, block_d(x)]) if tma else x
+def line_descriptor(x: Tensor, length: int) -> Any:
+    """Of (B, H, M), `length` numbers of a head at a time."""
+    return descriptor(x.flatten(0, 1), [1, length])
 
 
-def lines(x: Tensor, length: int, tma: bool) -> Any:
-    """What a kernel reads (B, H, M) through, `length` numbers of a head at a time."""
-    return descriptor(x.flatten(0, 1), [1, length]) if tma else x
-
-
-def gluon_tiles(x: Tensor, *block: int) -> Any:
+def gluon_descriptor(x: Tensor, *block: int) -> Any:
     """A Gluon kernel's view of (B, heads, length, D), or with two sizes of (heads, rows, columns).
 
     Every tile row is a multiple of 128 bytes, the width over which shared memory is swizzled.
@@ -97,7 +93,7 @@ def gluon_tiles(x: Tensor, *block: int) -> Any:
     return GluonDescriptor(x, list(x.shape), _strides(x), sizes, layout)
 
 
-def gluon_lines(x: Tensor, length: int) -> Any:
+def gluon_line_descriptor(x: Tensor, length: int) -> Any:
     flat = x.flatten(0, 1)
     return GluonDescriptor(
         flat, list(flat.shape), _strides(flat), [1, length], NVMMASharedLayout(0, 32, 2)
@@ -124,10 +120,18 @@ def capability(device: torch.device) -> int:
 
 
 @lru_cache
+def memory(device: torch.device) -> int:
+    """The device's bytes."""
+    if device.type != "cuda":
+        return 32 << 30
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+@lru_cache
 def processors(device: torch.device) -> int:
     """The number of multiprocessors."""
     if device.type != "cuda":
-        return 4  # few, so that interpreted persistent programs take several tiles each
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -1,8 +1,8 @@
 """The custom ops `shardwise::attention` and `shardwise::attention_backward`.
 
 torch.compile takes each as one node, and knows its results' shapes without running it. Registered
-through the plain library interface: a call costs a third of what `torch.library.custom_op` adds,
-and small attentions are bound by the calls.
+through the plain library interface: a call costs a third of what `torch.library.custom_op` adds.
+Eager calls leave the dispatcher out altogether (`run_forward`, `run_backward`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ def _forward(
     precision: str,
     triton: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o and the base-2 log-sum-exp of (batch, heads, seq, dim) inputs."""
+    """o and the base-2 log-sum-exp; inputs are (batch, heads, seq, dim) or (batch, seq, dim)."""
     if triton:
         from shardwise.kernels import attention_launch as launch
 
         return launch.forward(q, k, v, launch.Mask(causal, scale, window, q_ids, k_ids), precision)
     o, lse = tiled_forward(
-        q, k, v, causal=causal, scale=scale, window=window, q_ids=q_ids, k_ids=k_ids
-    )
+        *_with_heads(q, k, v),
+        causal=causal, scale=scale, window=window, q_ids=q_ids, k_ids=k_ids,
+    )  # fmt: skip
+    o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
     return new_like(q).copy_(o), new_lines(q).copy_(lse / LN2)
 
 
@@ -77,11 +79,21 @@ def _backward(
 
         mask = launch.Mask(causal, scale, window, q_ids, k_ids)
         return launch.backward(q, k, v, o, lse, do, mask, precision)
-    dq, dk, dv = tiled_backward(
-        q, k, v, o, lse * LN2, do, causal=causal, scale=scale, window=window,
+    if q.dim() == 3:
+        lse = lse.unsqueeze(1)
+    q4, k4, v4, o4, do4 = _with_heads(q, k, v, o, do)
+    grads = tiled_backward(
+        q4, k4, v4, o4, lse * LN2, do4, causal=causal, scale=scale, window=window,
         q_ids=q_ids, k_ids=k_ids,
     )  # fmt: skip
-    return new_like(q).copy_(dq), new_like(k).copy_(dk), new_like(v).copy_(dv)
+    dq, dk, dv = (
+        new_like(x).copy_(g.reshape(x.shape)) for x, g in zip((q, k, v), grads, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _with_heads(*tensors: Tensor) -> list[Tensor]:
+    return [x.unsqueeze(1) if x.dim() == 3 else x for x in tensors]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -109,6 +121,22 @@ torch.library.register_fake(
 torch.library.register_autograd(
     "shardwise::attention", _differentiate, setup_context=_save, lib=_library
 )
+
+
+def run_forward(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The op `attention`; where nothing looks on, what it runs, without the dispatcher."""
+    return (_forward if _alone(q) else attention_op)(q, *arguments)
+
+
+def run_backward(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (_backward if _alone(q) else attention_backward_op)(q, *arguments)
+
+
+def _alone(q: Tensor) -> bool:
+    """A plain tensor, not being traced: going through the dispatcher would take longer than a
+    short attention, and nobody would see it."""
+    return type(q) is Tensor and not torch.compiler.is_compiling()
+
 
 attention_op = torch.ops.shardwise.attention.default
 attention_backward_op = torch.ops.shardwise.attention_backward.default

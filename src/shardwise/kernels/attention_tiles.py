@@ -34,12 +34,104 @@ WIDEN_BF16 = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
+def _round_to_tf32(x):
+    """The nearest number of 10 bits. The tensor cores cut the rest off: twice to four times the
+    error, all in one direction."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """a @ b, plus `acc` unless that is None; PRECISION says how fp32 is multiplied."""
+    """a @ b, plus `acc` unless that is None; PRECISION says how fp32 is multiplied.
+
+    "split": a and b are three bf16 parts each, the largest first. Of their nine products six matter
+    to 24 bits. The small ones are added first, and `acc` outside the tensor cores: those cut sums
+    off instead of rounding them, which over a long sequence costs more than a digit.
+    """
+    if PRECISION == "split":
+        part = _dot(a[2], b[0], None, "ieee")
+        part = _dot(a[1], b[1], part, "ieee")
+        part = _dot(a[0], b[2], part, "ieee")
+        part = _dot(a[1], b[0], part, "ieee")
+        part = _dot(a[0], b[1], part, "ieee")
+        part = _dot(a[0], b[0], part, "ieee")
+        acc = part if acc is None else acc + part
+    elif PRECISION == "tf32" and a.dtype == tl.float32:
+        acc = _dot(_round_to_tf32(a), _round_to_tf32(b), acc, PRECISION)
+    else:
+        acc = _dot(a, b, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
     if WIDEN_BF16 and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def turned(x, PRECISION: tl.constexpr):
+    """x transposed, or each of its parts."""
+    return (x[0].T, x[1].T, x[2].T) if PRECISION == "split" else x.T
+
+
+@triton.jit
+def factor(x, other, PRECISION: tl.constexpr):
+    """Computed fp32 numbers as a factor of a product with `other`."""
+    return split(x) if PRECISION == "split" else x.to(other.dtype)
+
+
+@triton.jit
+def split(x):
+    """fp32 as three bf16 numbers that add up to it."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return high, middle, low
+
+
+@triton.jit
+def _split_rows(x, parts, strides, H, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The parts of head h become the heads 3h, 3h + 1 and 3h + 2 of `parts`, (B, 3H, M, D)."""
+    head = tl.program_id(1).to(tl.int64)
+    m0 = tl.program_id(0) * BLOCK_M
+    x_MD = load_rows(
+        x, head // H, head % H, m0, M, D, strides, BLOCK_M, BLOCK_D, False, False, False
+    )
+    high, middle, low = split(x_MD)
+    m = m0 + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    places = parts + (3 * head * M + m[:, None]) * D + d[None, :]
+    inside = (m[:, None] < M) & (d[None, :] < D)
+    tl.store(places, high, mask=inside)
+    tl.store(places + M.to(tl.int64) * D, middle, mask=inside)
+    tl.store(places + 2 * M.to(tl.int64) * D, low, mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def split_kernel(
+    q, k, v, do, q_parts, k_parts, v_parts, do_parts,
+    q_strides, k_strides, v_strides, do_strides, heads, H, M, N, D,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """All factors of a pass in one launch; `do` is None in forward."""
+    which = tl.program_id(2)
+    inside = tl.program_id(1) < heads // GROUP
+    if which == 0:
+        _split_rows(q, q_parts, q_strides, H, M, D, BLOCK_M, BLOCK_D)
+    elif which == 1:
+        if inside:
+            _split_rows(k, k_parts, k_strides, H // GROUP, N, D, BLOCK_M, BLOCK_D)
+    elif which == 2:
+        if inside:
+            _split_rows(v, v_parts, v_strides, H // GROUP, N, D, BLOCK_M, BLOCK_D)
+    else:
+        if do is not None:
+            _split_rows(do, do_parts, do_strides, H, M, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -131,14 +223,40 @@ def load_rows(
 
 
 @triton.jit
+def load_factor(
+    source, b, h, row, rows, width, strides,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`load_rows` for a product: all parts, where `split_kernel` has made them."""
+    if PRECISION == "split":
+        a = load_rows(
+            source, b, 3 * h, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
+        )
+        c = load_rows(
+            source, b, 3 * h + 1, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
+        )
+        e = load_rows(
+            source, b, 3 * h + 2, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
+        )
+        tile = (a, c, e)
+    else:
+        tile = load_rows(
+            source, b, h, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
+        )
+    return tile
+
+
+@triton.jit
 def store_rows(
     target, tile, b, h, row, rows, width, strides,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Write rows [row, row + BLOCK) of one head, leaving out what lies outside the tensor."""
     if TMA:
-        target.store([b, h, row, 0], tile.reshape([1, 1, BLOCK, BLOCK_D]))
+        target.store([b, h, row, 0], tile.to(target.dtype).reshape([1, 1, BLOCK, BLOCK_D]))
     else:
+        tile = tile.to(target.dtype.element_ty)
         r = row + tl.arange(0, BLOCK)
         d = tl.arange(0, BLOCK_D)
         head = target + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]

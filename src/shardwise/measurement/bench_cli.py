@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardwise.measurement import accuracy_cli
+
 _CASES = ("fake8", "gloo2", "h200")
 _STRATEGIES = ("zero3", "zero2", "ddp")
+_SWEEPS = ("heads", "table7", "tables45")
 
 _HELP = """\
 cases:
@@ -29,6 +32,19 @@ examples:
   shardwise bench step --cases h200 --json benchmarks/step-h200.json
   shardwise bench step --through fully_shard
   shardwise bench step --quick            every path in seconds; its figures mean nothing
+"""
+
+_ATTENTION_HELP = """\
+sweeps:
+  heads     16 heads, bf16, causal, 8,192 to 65,536 tokens: Triton, torch's flash, cuDNN
+  table7    one head, causal, 128 to 131,072 tokens, bf16 and fp32, plain torch too
+  tables45  batch 8, fp32, not causal, 256 to 16,384 tokens: plain torch, eager and compiled
+
+The tables are those of the document that this project started from; its figures stand beside.
+
+examples:
+  shardwise bench attention --json attention.json --plot attention.html
+  shardwise bench attention --sweeps heads --budget 60 --json attention.json --resume
 """
 
 
@@ -81,6 +97,31 @@ def add_parser(subparsers: Any) -> None:
     gather.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     gather.add_argument("--rounds", type=int, default=15, metavar="N", help="default: %(default)s")
     gather.set_defaults(command=bench_gather)
+    attention = kinds.add_parser(
+        "attention",
+        help="attention, backend against backend, on a CUDA device",
+        description="Times forward, backward and both per backend, dtype, width and length. A "
+        "backend is first compared with float64; one that differs is not timed.",
+        epilog=_ATTENTION_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    attention.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    attention.add_argument("--plot", type=Path, metavar="FILE", help="write a plot here (HTML)")
+    attention.add_argument(
+        "--sweeps", default=",".join(_SWEEPS), metavar="A,B", help="default: %(default)s"
+    )
+    attention.add_argument("--budget", type=float, metavar="S", help="start no row after S seconds")
+    attention.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows that FILE has; with --plot and no GPU, only draw them",
+    )
+    attention.add_argument("--quick", action="store_true", help="tiny shapes: a trial run")
+    attention.add_argument(
+        "--commit", metavar="ID", help="what to record where the code is not in its repository"
+    )
+    attention.set_defaults(command=bench_attention)
+    accuracy_cli.add_parser(kinds)
 
 
 def bench_step(arguments: argparse.Namespace) -> None:
@@ -139,16 +180,28 @@ def bench_gather(arguments: argparse.Namespace) -> None:
         )
 
 
-def _check_folder(path: Path | None) -> None:
+def bench_attention(arguments: argparse.Namespace) -> None:
+    """Check the choices, measure row by row, write the JSON after each, draw the plot."""
+    sweeps = _split(arguments.sweeps, "sweep", _SWEEPS)
+    _check_folder(arguments.json)
+    _check_folder(arguments.plot, "--plot")
+
+    from shardwise.measurement.attention import run
+
+    run(arguments, sweeps, _command(arguments.json, arguments.plot))
+
+
+def _check_folder(path: Path | None, option: str = "--json") -> None:
     from shardwise.errors import UserError
 
     if path is not None and not path.parent.is_dir():
-        raise UserError(f"--json {path}: there is no folder {path.parent}")
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
 
 
-def _command(path: Path) -> str:
+def _command(*paths: Path | None) -> str:
     """The command as typed. A result is read on other machines, where its folder says nothing."""
-    return " ".join(["shardwise", *(path.name if a == str(path) else a for a in sys.argv[1:])])
+    names = {str(path): path.name for path in paths if path is not None}
+    return " ".join(["shardwise", *(names.get(word, word) for word in sys.argv[1:])])
 
 
 def _split(text: str, what: str, valid: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,394 @@
+# mypy: disable-error-code="import-not-found,import-untyped"
+"""Which kernels run for given shapes, in what order, on what grids and workspaces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from shardwise.kernels import attention_configs as configs
+from shardwise.kernels.attention_backward import (
+    delta_kernel,
+    dkdv_kernel,
+    dq_from_stash_kernel,
+    dq_kernel,
+)
+from shardwise.kernels.attention_calls import Launch, Pointer, Tile
+from shardwise.kernels.attention_configs import Backward, Stash, Tiles
+from shardwise.kernels.attention_forward import forward_kernel
+from shardwise.kernels.attention_operands import (
+    HAS_GLUON,
+    INTERPRETED,
+    block_d,
+    capability,
+    descriptor,
+    gluon_descriptor,
+    gluon_line_descriptor,
+    line_descriptor,
+    memory,
+    processors,
+    tma_serves,
+)
+from shardwise.kernels.attention_tiles import split_kernel
+
+if HAS_GLUON:
+    from shardwise.kernels.attention_backward_hopper import dkdv_hopper_kernel
+    from shardwise.kernels.attention_forward_hopper import forward_hopper_kernel
+
+LOG2E = math.log2(math.e)
+HOPPER_WIDTHS = (64, 128)
+# The order of a call's tensors. `q_first` and `q_last` bound the keys that a query's segment
+# reaches, `k_first` and `k_last` the queries of a key.
+IDS = ("q_ids", "k_ids", "q_first", "q_last", "k_first", "k_last")
+FORWARD = ("q", "k", "v", "o", "lse", *IDS)
+BACKWARD = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv", "delta", *IDS)
+STASH = ("ds", "dk_sum", "dv_sum")
+FACTORS = ("q", "k", "v", "do")
+
+
+class Mask(NamedTuple):
+    """Which pairs count, and how scores are scaled. Segment ids are int32 (B, M) and (B, N)."""
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    q_ids: Tensor | None = None
+    k_ids: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.q_ids is None
+
+
+@dataclass
+class Plan:
+    """Launches in order, and the workspaces they share, which follow the call's tensors."""
+
+    launches: list[Launch] = field(default_factory=list)
+    spaces: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+
+    def run(self, tensors: tuple[Tensor | None, ...]) -> None:
+        if self.spaces:
+            q = tensors[0]
+            assert q is not None
+            made = (q.new_empty(shape, dtype=dtype) for shape, dtype in self.spaces)
+            tensors = (*tensors, *made)
+        for launch in self.launches:
+            launch(tensors)
+
+
+def plan_forward(
+    tensors: tuple[Tensor | None, ...], mask: Mask, precision: str, tiles: Tiles | None
+) -> Plan:
+    return _Planner(FORWARD, tensors, mask, precision).forward(tiles)
+
+
+def plan_backward(
+    tensors: tuple[Tensor | None, ...], mask: Mask, precision: str, tiles: Backward | None
+) -> Plan:
+    return _Planner(BACKWARD, tensors, mask, precision).backward(tiles)
+
+
+class _Planner:
+    """Makes launches for one set of tensors, by name."""
+
+    def __init__(
+        self, names: tuple[str, ...], tensors: Sequence[Tensor | None], mask: Mask, precision: str
+    ) -> None:
+        self.places = {name: i for i, name in enumerate(names)}
+        self.tensors = {
+            name: x if x is None or name in IDS else _with_heads(x, name)
+            for name, x in zip(names, tensors, strict=True)
+        }
+        q, k = self["q"], self["k"]
+        self.B, self.H, self.M, self.D = q.shape
+        self.N, self.G = k.shape[2], k.shape[1]
+        self.group = self.H // self.G
+        self.heads = self.B * self.H
+        self.block_d = block_d(q)
+        self.mask, self.device = mask, q.device
+        self.precision = precision
+        rows = [n for n in ("q", "k", "v", "o", "do", "dq", "dk", "dv") if n in self.tensors]
+        self.tma = tma_serves(*(self[n] for n in rows))
+        self.hopper = (
+            HAS_GLUON
+            and not INTERPRETED
+            and capability(q.device) == 90
+            and q.itemsize == 2
+            and self.D in HOPPER_WIDTHS
+            and mask.plain
+            and self.tma
+        )
+        blocks = triton.cdiv(self.M, configs.BLOCK) * self.heads
+        self.choice = (8 * q.itemsize, precision, self.block_d, self.hopper, blocks)
+
+    def __getitem__(self, name: str) -> Tensor:
+        x = self.tensors[name]
+        assert x is not None
+        return x
+
+    def space(self, plan: Plan, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """A workspace that the launches know by this name."""
+        self.places[name] = len(self.places)
+        self.tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+        plan.spaces.append((shape, dtype))
+
+    def split(self, plan: Plan, *tiles: Tiles) -> None:
+        """Where a kernel wants fp32 factors as bf16 parts: make them, and let it find them."""
+        if self["q"].dtype != torch.float32 or not any(t.split for t in tiles):
+            return
+        names = [n for n in FACTORS if n in self.tensors]
+        for name in names:
+            B, H, M, D = self[name].shape
+            self.space(plan, name + "_parts", (B, 3 * H, M, D), torch.bfloat16)
+            self.tma = self.tma and tma_serves(self[name + "_parts"])
+        absent = [None] * (len(FACTORS) - len(names))
+        arguments = [
+            *self.pointers(*names), *absent, *self.pointers(*(n + "_parts" for n in names)),
+            *absent, *self.strides(*names), *absent, self.heads, self.H, self.M, self.N, self.D,
+        ]  # fmt: skip
+        grid = (triton.cdiv(max(self.M, self.N), 32), self.heads, len(names))
+        constants = {"GROUP": self.group, "BLOCK_M": 32, "BLOCK_D": self.block_d}
+        plan.launches.append(Launch(split_kernel, grid, arguments, **constants))
+
+    def factors(self, tiles: Tiles, *names: str) -> list[str]:
+        """What a kernel reads for these inputs: themselves, or their parts."""
+        split = tiles.split and self["q"].dtype == torch.float32
+        return [f"{n}_parts" if split and n in FACTORS else n for n in names]
+
+    def dot(self, tiles: Tiles) -> str:
+        """How the kernel multiplies fp32; 16-bit products do not look at it."""
+        if self.precision == "tf32":
+            return "tf32"
+        if tiles.split and self["q"].dtype == torch.float32:
+            return "split"
+        return "ieee" if INTERPRETED else configs.FP32_PRECISION
+
+    def pointers(self, *names: str) -> list[Pointer | None]:
+        return [
+            None if n in self.tensors and self.tensors[n] is None else Pointer(self.places[n])
+            for n in names
+        ]
+
+    def strides(self, *names: str) -> list[tuple[int, ...]]:
+        return [self[n].stride()[:3] for n in names]
+
+    def rows(
+        self, names: Sequence[str], letters: str, tiles: Tiles, tma: bool
+    ) -> list[Pointer | Tile]:
+        """What the kernel reads or writes each tensor through; letters: blocks of m or n rows."""
+        sizes = {"m": tiles.block_m, "n": tiles.block_n}
+        made: list[Pointer | Tile] = []
+        for n, letter in zip(names, letters, strict=True):
+            if tma:
+                block = [1, 1, sizes[letter], self.block_d]
+                made.append(Tile(self.places[n], descriptor(self[n], block)))
+            else:
+                made.append(Pointer(self.places[n]))
+        return made
+
+    def gluon(self, name: str, *block: int) -> Tile:
+        return Tile(self.places[name], gluon_descriptor(self[name], *block))
+
+    def stash_tile(self, tiles: Tiles) -> Tile:
+        return Tile(self.places["ds"], descriptor(self["ds"], [1, tiles.block_n, tiles.block_m]))
+
+    def constants(self, tiles: Tiles, tma: bool) -> dict[str, Any]:
+        """What all plain kernels are compiled for."""
+        return {
+            "GROUP": self.group,
+            "CAUSAL": self.mask.causal,
+            "WINDOW": self.mask.window is not None,
+            "SEGMENTS": self.mask.q_ids is not None,
+            "EVEN_D": self.block_d == self.D,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_D": self.block_d,
+            "TMA": tma,
+            "PRECISION": self.dot(tiles),
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+
+    def forward(self, tiles: Tiles | None) -> Plan:
+        tiles = tiles or configs.forward_tiles(*self.choice)
+        plan = Plan()
+        self.split(plan, tiles)
+        plan.launches.append(self.forward_launch(tiles))
+        return plan
+
+    def forward_launch(self, tiles: Tiles) -> Launch:
+        mask = self.mask
+        kv_bytes = 2 * self.N * self.D * self["k"].itemsize
+        together = max(configs.MIN_HEADS, configs.HEADS_CACHE_BYTES // kv_bytes * self.group)
+        section = min(self.heads, together)
+        programs = triton.cdiv(self.M, tiles.block_m) * self.heads
+        line_stride = self["lse"].stride(1)
+        if tiles.hopper:
+            half = tiles.block_m // 2
+            arguments: list[Any] = [
+                self.gluon("q", half), self.gluon("k", tiles.block_n),
+                self.gluon("v", tiles.block_n), self.gluon("o", half), *self.pointers("lse"),
+                line_stride, mask.scale * LOG2E, self.heads, self.H, self.M, self.N, section,
+            ]  # fmt: skip
+            return Launch(
+                forward_hopper_kernel, (min(programs, processors(self.device)),), arguments,
+                GROUP=self.group, CAUSAL=mask.causal, BLOCK_M=tiles.block_m,
+                BLOCK_N=tiles.block_n, D=self.D, STAGES=tiles.num_stages, num_warps=4,
+            )  # fmt: skip
+        tma = tiles.tma and self.tma
+        names = self.factors(tiles, "q", "k", "v", "o")
+        arguments = [
+            *self.rows(names, "mnnm", tiles, tma),
+            *self.pointers("lse", "q_ids", "k_ids", "q_first", "q_last"),
+            *self.strides(*names), line_stride, mask.scale * LOG2E,
+            self.heads, self.H, self.M, self.N, self.D, mask.window or 0, section,
+        ]  # fmt: skip
+        return Launch(
+            forward_kernel, (programs,), arguments, **self.constants(tiles, tma),
+            EVEN_N=self.N % tiles.block_n == 0,
+        )  # fmt: skip
+
+    def backward(self, tiles: Backward | None) -> Plan:
+        tiles = tiles or configs.backward_tiles(*self.choice)
+        plan = Plan([self.delta()])
+        stash = tiles.stash
+        if (
+            stash is not None
+            and self.tma
+            and self["q"].itemsize == 2
+            and self.mask.plain
+            and stash.min_heads <= self.heads
+        ):
+            self.with_stash(plan, tiles.dkdv, stash)
+        else:
+            self.split(plan, tiles.dkdv, tiles.dq)
+            plan.launches += [
+                self.dkdv(tiles.dkdv, 0, self.B * self.G, 0, self.M),
+                self.dq(tiles.dq),
+            ]
+        return plan
+
+    def delta(self) -> Launch:
+        arguments = [
+            *self.pointers("o", "do", "delta"), *self.strides("o", "do"),
+            self["delta"].stride(1), self.H, self.M, self.D,
+        ]  # fmt: skip
+        grid = (triton.cdiv(self.M, 64), self.heads)
+        return Launch(delta_kernel, grid, arguments, BLOCK_M=64, BLOCK_D=self.block_d)
+
+    def with_stash(self, plan: Plan, tiles: Tiles, stash: Stash) -> None:
+        """dk, dv and ds chunk by chunk, for as many heads at a time as the workspace holds."""
+        if max(stash.product.block_m, stash.product.block_n) > tiles.block_n:
+            raise ValueError(
+                f"the product of the stash has blocks of {stash.product.block_m} queries and "
+                f"{stash.product.block_n} keys: more than the {tiles.block_n} keys of one ds tile"
+            )
+        room = min(stash.bytes, memory(self.device) // configs.STASH_SHARE)
+        queries = room // (2 * self.N * self.group)  # that fit for one key/value head
+        chunk = min(stash.chunk, triton.cdiv(self.M, 128) * 128, max(512, queries // 128 * 128))
+        heads = max(1, min(self.B * self.G, queries // chunk))
+        carried = self.N if chunk < self.M else 0
+        dtype = self["q"].dtype
+        sums = ((heads, carried, self.block_d), torch.float32)
+        ds = ((heads * self.group, self.N, -(-chunk // 8) * 8), dtype)
+        for name, (shape, kind) in zip(STASH, (ds, sums, sums), strict=True):
+            self.space(plan, name, shape, kind)
+        for head in range(0, self.B * self.G, heads):
+            now = min(heads, self.B * self.G - head)
+            for lo in range(0, self.M, chunk):
+                hi = min(lo + chunk, self.M)
+                plan.launches += [
+                    self.dkdv(tiles, head, now, lo, hi, stash=True),
+                    self.dq_from_stash(stash.product, head, now, lo, hi),
+                ]
+
+    def dkdv(
+        self, tiles: Tiles, head: int, heads: int, lo: int, hi: int, stash: bool = False
+    ) -> Launch:
+        mask, tma = self.mask, tiles.tma and self.tma
+        # Under a causal mask the queries before `hi` see no key from `hi` on; the last chunk must
+        # still visit those keys, to write their zeros.
+        keys = min(self.N, hi) if mask.causal and hi < self.M else self.N
+        grid = (triton.cdiv(keys, tiles.block_n) * heads,)
+        sums = self.pointers("dk_sum", "dv_sum") if stash else [None, None]
+        scales = (mask.scale, mask.scale * LOG2E)
+        if tiles.hopper:
+            half = tiles.block_n // 2
+            lines = [
+                Tile(self.places[n], gluon_line_descriptor(self[n], tiles.block_m))
+                for n in ("lse", "delta")
+            ]
+            arguments = [
+                self.gluon("q", tiles.block_m), self.gluon("k", half), self.gluon("v", half),
+                self.gluon("do", tiles.block_m), *lines, self.gluon("dk", half),
+                self.gluon("dv", half),
+                self.gluon("ds", half, tiles.block_m) if stash else None, *sums,
+                *scales, head, heads, self.H, self.M, self.N, lo, hi,
+            ]  # fmt: skip
+            return Launch(
+                dkdv_hopper_kernel, grid, arguments,
+                GROUP=self.group, CAUSAL=mask.causal, STASH=stash, BLOCK_M=tiles.block_m,
+                BLOCK_N=tiles.block_n, D=self.D, STAGES=tiles.num_stages, num_warps=4,
+            )  # fmt: skip
+        names = self.factors(tiles, "q", "k", "v", "do")
+        arguments = [
+            *self.rows(names, "mnnm", tiles, tma),
+            *(
+                Tile(self.places[n], line_descriptor(self[n], tiles.block_m))
+                if tma
+                else Pointer(self.places[n])
+                for n in ("lse", "delta")
+            ),
+            *self.rows(("dk", "dv"), "nn", tiles, tma),
+            *self.pointers("q_ids", "k_ids", "k_first", "k_last"),
+            self.stash_tile(tiles) if stash else None,
+            *sums, *self.strides(*names, "dk", "dv"), self["lse"].stride(1),
+            *scales, head, heads, self.H, self.M, self.N, self.D, mask.window or 0, lo, hi,
+        ]  # fmt: skip
+        return Launch(
+            dkdv_kernel, grid, arguments, **self.constants(tiles, tma), STASH=stash,
+            EVEN_M=self.M % tiles.block_m == 0, EVEN_N=self.N % tiles.block_n == 0,
+        )  # fmt: skip
+
+    def dq(self, tiles: Tiles) -> Launch:
+        mask, tma = self.mask, tiles.tma and self.tma
+        names = self.factors(tiles, "q", "k", "v", "do", "dq")
+        rows = self.rows(names, "mnnmm", tiles, tma)
+        arguments = [
+            *rows[:4], *self.pointers("lse", "delta"), rows[4],
+            *self.pointers("q_ids", "k_ids", "q_first", "q_last"),
+            *self.strides(*names), self["lse"].stride(1),
+            mask.scale, mask.scale * LOG2E, self.heads, self.H, self.M, self.N, self.D,
+            mask.window or 0,
+        ]  # fmt: skip
+        grid = (triton.cdiv(self.M, tiles.block_m) * self.heads,)
+        return Launch(
+            dq_kernel, grid, arguments, **self.constants(tiles, tma),
+            EVEN_N=self.N % tiles.block_n == 0,
+        )  # fmt: skip
+
+    def dq_from_stash(self, tiles: Tiles, head: int, heads: int, lo: int, hi: int) -> Launch:
+        queries = heads * self.group
+        arguments = [
+            self.stash_tile(tiles),
+            *self.rows(("k", "dq"), "nm", tiles, True),
+            self.mask.scale, head * self.group, queries, self.H, self.N, lo,
+        ]  # fmt: skip
+        grid = (triton.cdiv(hi - lo, tiles.block_m) * queries,)
+        return Launch(
+            dq_from_stash_kernel, grid, arguments, GROUP=self.group, CAUSAL=self.mask.causal,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=self.block_d,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+
+
+def _with_heads(x: Tensor, name: str) -> Tensor:
+    """A tensor without a dimension of heads gets one, of size 1."""
+    return x.unsqueeze(1) if x.dim() == (2 if name in ("lse", "delta") else 3) else x
