@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,7 @@ from shardwise.comms import versions
 from shardwise.comms.real import Group
 from shardwise.compat.policies import DataParallelMeshDims
 from shardwise.sharding.forms import Form, Nested
-from shardwise.sharding.mesh import Mesh, default_device
+from shardwise.sharding.mesh import Mesh, default_device, start_alone
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class Axes:
 def default_mesh() -> DeviceMesh:
     """All ranks on one axis, on the accelerator if there is one."""
     if not dist.is_initialized():
-        dist.init_process_group()
+        if "RANK" in os.environ:
+            dist.init_process_group()
+        else:
+            start_alone()
     world = dist.group.WORLD
     assert world is not None
     if world not in _defaults:

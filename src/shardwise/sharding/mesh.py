@@ -57,6 +57,11 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     )
 
 
+def start_alone() -> None:
+    """A process group of this process only, which needs no launcher."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def default_device() -> torch.device:
     """The accelerator if there is one and the process group moves its tensors, else the host."""
     accelerator = torch.accelerator.current_accelerator()
@@ -132,7 +137,7 @@ def _check(plan: Plan, device: torch.device) -> None:
                 "start with torchrun (or `shardwise train`) and call "
                 "torch.distributed.init_process_group first"
             )
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        start_alone()
     world = dist.get_world_size()
     if plan.world != world:
         raise ValueError(

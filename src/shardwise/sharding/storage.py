@@ -248,14 +248,18 @@ class Parameters:
     @property
     def unmoved(self) -> bool:
         """What hangs in the modules is what was put there, on the same memory."""
-        for member, visible, known in zip(self.members, self.visible, self._known, strict=True):
-            module, key = member.places[0]
-            if module._parameters.get(key) is not visible:
-                return False
-            local = versions.local_of(visible)
-            if (local.data_ptr(), local.dtype, local.device) != known:
+        for places, key, visible, known in self._known:
+            if places.get(key) is not visible or self._standing(visible) != known:
                 return False
         return True
+
+    def _standing(self, visible: nn.Parameter) -> tuple[object, ...]:
+        """What changes when a parameter is given other memory: a DTensor gets another local tensor,
+        a plain one another address.
+        """
+        if self.plain:
+            return visible.data_ptr(), visible.dtype, visible.device
+        return (id(versions.local_of(visible)),)
 
     def follow(self) -> None:
         """Take over parameters that were moved, cast, given memory or replaced in their modules."""
@@ -282,8 +286,10 @@ class Parameters:
         self.forget_checksums()
 
     def _remember(self) -> None:
-        locals_ = [versions.local_of(visible) for visible in self.visible]
-        self._known = [(local.data_ptr(), local.dtype, local.device) for local in locals_]
+        self._known = [
+            (member.places[0][0]._parameters, member.places[0][1], visible, self._standing(visible))
+            for member, visible in zip(self.members, self.visible, strict=True)
+        ]
 
     def _check_alike(self, found: list[nn.Parameter], locals_: list[torch.Tensor]) -> None:
         """What stands in for a parameter must be sharded as it was, all of a unit alike."""

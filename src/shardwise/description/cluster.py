@@ -1,0 +1,261 @@
+"""What a cluster can do: its devices, its links, its hosts.
+
+    Cluster.load("h100x8")            a file of this package: `known_clusters()` lists them
+    Cluster.load("mine.toml")         one that `shardwise calibrate --out mine.toml` wrote
+
+A cluster is a tree of equal groups. Its levels go from the inside out: the devices of a node first
+(NVLink), then the nodes (InfiniBand). The last level has no limit, so any number of ranks fits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.description.model import ITEMSIZES, check_at_least
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class MatmulPoint:
+    """A measured matrix product (m, k) x (k, n): FLOP/s, and the interquartile range of that."""
+
+    m: int
+    n: int
+    k: int
+    flops_per_s: float
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_at_least(1, m=self.m, n=self.n, k=self.k, flops_per_s=self.flops_per_s)
+        check_at_least(0, spread=self.spread)
+
+
+@dataclass(frozen=True)
+class MatmulRate:
+    """FLOP/s of matrix products in one dtype: the data sheet's peak, the share of it that large
+    products reach, and measured points where there are some.
+    """
+
+    dtype: str
+    peak: float
+    fraction: float
+    points: tuple[MatmulPoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZES:
+            raise ValueError(
+                f"matmul rate for dtype {self.dtype!r}, expected one of {', '.join(ITEMSIZES)}"
+            )
+        check_at_least(1, peak=self.peak)
+        if not 0 < self.fraction <= 1:
+            raise ValueError(
+                f"the achievable fraction of {self.dtype} is {self.fraction}, expected a share in "
+                "(0, 1]"
+            )
+
+    @property
+    def achievable(self) -> float:
+        """FLOP/s of a large product."""
+        return self.peak * self.fraction
+
+    def rate(self, m: int, n: int, k: int) -> float:
+        """FLOP/s of one product of this shape: interpolated in the logarithms of the measured
+        sizes, weighted by nearness; the achievable rate without points.
+        """
+        if not self.points:
+            return self.achievable
+        total = value = 0.0
+        for point in self.points:
+            distance = math.dist(
+                (math.log2(m), math.log2(n), math.log2(k)),
+                (math.log2(point.m), math.log2(point.n), math.log2(point.k)),
+            )
+            if distance < 1e-9:
+                return point.flops_per_s
+            weight = distance**-4  # steep: the nearest measured shapes decide
+            total += weight
+            value += weight * math.log(point.flops_per_s)
+        return math.exp(value / total)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or, for gloo, one rank's share of a CPU)."""
+
+    name: str
+    memory_bytes: float  # what a program can allocate
+    bandwidth_bytes_per_s: float  # of its memory, by the data sheet
+    bandwidth_fraction: float  # the share that a large copy reaches
+    kernel_s: float  # the least time of any kernel
+    matmul: tuple[MatmulRate, ...]
+    attention_fraction: float = 0.5  # of the matmul peak, that a fused attention kernel reaches
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1, memory_bytes=self.memory_bytes, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s
+        )
+        check_at_least(0, kernel_s=self.kernel_s)
+        for name in ("bandwidth_fraction", "attention_fraction"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"device {self.name}: {name} is {getattr(self, name)}, expected a share in "
+                    "(0, 1]"
+                )
+        if not self.matmul:
+            raise ValueError(f"device {self.name} has no matmul rate for any dtype")
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(rate.dtype for rate in self.matmul)
+
+    def rate_of(self, dtype: str) -> MatmulRate:
+        for rate in self.matmul:
+            if rate.dtype == dtype:
+                return rate
+        raise ValueError(
+            f"device {self.name} has no matmul rate for {dtype}; it has {', '.join(self.dtypes)}. "
+            "Add one to the cluster's file, or choose another compute dtype"
+        )
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Bytes read plus written per second by a large elementwise kernel."""
+        return self.bandwidth_bytes_per_s * self.bandwidth_fraction
+
+
+@dataclass(frozen=True)
+class CollectivePoint:
+    """A measured collective: seconds for `nbytes` (the whole buffer: what an all-gather gives, a
+    reduce-scatter takes, an all-reduce changes) over `ranks` ranks, and their interquartile range.
+    """
+
+    kind: str
+    ranks: int
+    nbytes: int
+    seconds: float
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in COLLECTIVES:
+            raise ValueError(f"collective {self.kind!r}, expected one of {COLLECTIVES}")
+        check_at_least(2, ranks=self.ranks)
+        check_at_least(1, nbytes=self.nbytes)
+        if not self.seconds > 0:
+            raise ValueError(f"a measured {self.kind} took {self.seconds} s, expected more than 0")
+        check_at_least(0, spread=self.spread)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way to send: its start-up time, the time of one ring step over this level, the share of
+    the link's bandwidth that is data, and the most bytes/s it can reach at all.
+    """
+
+    name: str
+    start_s: float
+    step_s: float
+    share: float = 1.0
+    limit_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        check_at_least(0, start_s=self.start_s, step_s=self.step_s)
+        if not 0 < self.share <= 1 or not self.limit_bytes_per_s > 0:
+            raise ValueError(
+                f"protocol {self.name}: share {self.share} must be in (0, 1], limit "
+                f"{self.limit_bytes_per_s} above 0"
+            )
+
+
+@dataclass(frozen=True)
+class Level:
+    """One kind of link. `ranks` is how many ranks one group of this level holds: 8 for the devices
+    of a node; None, for the outermost level, is no limit.
+
+    `bandwidth_bytes_per_s` is per rank and direction, as a ring reaches it (NCCL's "bus
+    bandwidth").
+    """
+
+    name: str
+    ranks: int | None
+    bandwidth_bytes_per_s: float
+    protocols: tuple[Protocol, ...]
+    points: tuple[CollectivePoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            check_at_least(1, ranks=self.ranks)
+        check_at_least(1, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+        if not self.protocols:
+            raise ValueError(f"level {self.name} has no protocol: give at least one latency")
+
+    @property
+    def latency_s(self) -> float:
+        """Of one ring step with the quickest protocol."""
+        return min(protocol.step_s for protocol in self.protocols)
+
+
+@dataclass(frozen=True)
+class Host:
+    """CPU seconds that the host needs to issue work; what the device does meanwhile is its own."""
+
+    op_s: float  # one operator of the model, forward or backward
+    unit_s: float  # the engine's own work for one unit: gather, free or reduce it
+    collective_s: float  # one call of a collective
+    # gloo: the host itself moves the data, so communication and compute share its cores.
+    communicates: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least(0, op_s=self.op_s, unit_s=self.unit_s, collective_s=self.collective_s)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices on equal nodes, and what their links and hosts can do."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]  # from the inside out
+    host: Host
+    # The share of the device's compute that a collective takes while it runs, also while it waits
+    # for a late peer (its kernel spins).
+    communication_share_of_compute: float = 0.0
+    # (dotted key of the file, where its number comes from)
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ValueError(f"cluster {self.name} has no level: describe at least one link")
+        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+            if inner.ranks is None or (outer.ranks is not None and outer.ranks % inner.ranks):
+                raise ValueError(
+                    f"cluster {self.name}: level {outer.name} ({outer.ranks} ranks) must hold a "
+                    f"whole number of groups of level {inner.name} ({inner.ranks} ranks)"
+                )
+        share = self.communication_share_of_compute
+        if not 0 <= share < 1:
+            raise ValueError(
+                f"cluster {self.name}: communication_share_of_compute is {share}, expected a share "
+                "in [0, 1)"
+            )
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks of one group of the innermost level; None: all of them."""
+        return self.levels[0].ranks
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Cluster:
+        """A cluster of this package by name, or one from a TOML file."""
+        from shardwise.description.cluster_toml import load_cluster
+
+        return load_cluster(name_or_path)
+
+
+def known_clusters() -> tuple[str, ...]:
+    """Names of the clusters that come with the package."""
+    from shardwise.description.cluster_toml import packaged_names
+
+    return packaged_names()

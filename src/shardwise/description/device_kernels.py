@@ -1,0 +1,209 @@
+"""What the target device would run, while tracing on the meta device.
+
+The meta device takes the plain path through operators that a GPU fuses, and no autocast. Both
+change what autograd keeps, so they are put right here, one level above: attention, RMSNorm and
+dropout become the device's fused kernels, and autocast's casts are done as its lists say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwise.description.model import KernelFact
+from shardwise.description.op_costs import dtype_name
+
+aten = torch.ops.aten
+
+# torch's documented lists of autocast, for CUDA.
+_LOWER = frozenset((
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm",
+    "mv", "addmv", "addr", "chain_matmul", "multi_dot", "einsum", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu",
+    "scaled_dot_product_attention", "multi_head_attention_forward",
+))  # fmt: skip
+_FULL = frozenset((
+    "pow", "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "acos", "asin", "cosh", "sinh",
+    "tan", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "erfinv",
+    "layer_norm", "group_norm", "norm", "normalize", "renorm", "dist", "cdist", "pdist",
+    "cosine_similarity", "cosine_embedding_loss", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss",
+    "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "softplus", "triplet_margin_loss",
+    "binary_cross_entropy_with_logits", "cross_entropy",
+))  # fmt: skip
+# What a CPU's autocast raises, too; its other operators stay in the lower dtype.
+_LOSSES = frozenset(name for name in _FULL if "loss" in name or "cross_entropy" in name)
+# These convert inside the kernel.
+_FULL_INSIDE = frozenset((
+    "softmax", "log_softmax", "softmin", "sum", "prod", "cumsum", "cumprod",
+))  # fmt: skip
+
+
+class DeviceKernels(TorchFunctionMode):
+    """Replaces what `device` fuses, and casts as autocast to `autocast` would; `note` is told the
+    kernels that no operator stands for.
+    """
+
+    def __init__(
+        self, device: str, autocast: torch.dtype | None, note: Callable[[KernelFact], None]
+    ) -> None:
+        super().__init__()
+        self.device, self.autocast, self.note = device, autocast, note
+        self._casts: dict[int, Tensor] = {}  # a parameter is cast once per forward
+
+    def forget_casts(self) -> None:
+        """As autocast does when its context ends: after forward, and after each recomputation."""
+        self._casts.clear()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The mode, and attention replaced also where torch's own functions (multi-head attention)
+        call it: inside of those a mode is not asked.
+        """
+        plain = functional.scaled_dot_product_attention
+
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            return self._attend(plain, *args, **kwargs)
+
+        functional.scaled_dot_product_attention = attend
+        try:
+            with self:
+                yield
+        finally:
+            functional.scaled_dot_product_attention = plain
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self.autocast is not None:
+            args, kwargs = self._cast(name, args, kwargs)
+        if name == "scaled_dot_product_attention":
+            return self._attend(func, *args, **kwargs)
+        if self.device == "cuda" and name == "rms_norm":
+            return self._rms_norm(func, *args, **kwargs)
+        if self.device == "cuda" and func is functional.dropout:
+            return self._dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _cast(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if name in _LOWER:
+            return pytree.tree_map(self._lower, (args, kwargs))
+        if name in _LOSSES or (name in _FULL and self.device == "cuda"):
+            return pytree.tree_map(_raise, (args, kwargs))
+        if name in _FULL_INSIDE and self.device == "cuda" and args and isinstance(args[0], Tensor):
+            low = args[0].dtype in (torch.bfloat16, torch.float16)
+            if low and kwargs.get("dtype") is None:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        return args, kwargs
+
+    def _lower(self, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.dtype == torch.float32):
+            return value
+        assert self.autocast is not None
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(self.autocast)
+        cached = self._casts.get(id(value))
+        if cached is None:
+            cached = self._casts[id(value)] = value.to(self.autocast)
+        return cached
+
+    def _attend(
+        self,
+        plain: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The kernel that torch's own choice would fall on; the plain path where it fuses none."""
+        grouped = enable_gqa and query.shape[1] != key.shape[1]
+        low = query.dtype in (torch.bfloat16, torch.float16)
+        usual = query.dim() == 4 and query.dtype == key.dtype == value.dtype
+        settings = {"scale": scale, "enable_gqa": enable_gqa}
+        if not usual or not query.is_meta:
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+        if self.device == "cpu" and dropout_p == 0:
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        if self.device == "cuda" and low and attn_mask is None and query.shape[-1] <= 256:
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if self.device == "cuda" and not grouped:
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+            )[0]
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+
+    def _rms_norm(
+        self,
+        plain: Any,
+        input: Tensor,
+        normalized_shape: tuple[int, ...],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        if not input.is_meta or (weight is not None and weight.dtype != input.dtype):
+            return plain(input, normalized_shape, weight, eps)  # torch fuses equal dtypes only
+        result: Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape), self.note)
+        return result
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or p == 0 or inplace or not input.is_meta:
+            return functional.dropout(input, p, training, inplace)
+        return aten.native_dropout(input, p, True)[0]
+
+
+def _raise(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """One kernel each way; keeps its input and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int, note: Any) -> Tensor:
+        rows = x.new_empty((*x.shape[: x.dim() - dims], *[1] * dims), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        ctx.note = note
+        note(_moves(2 * x.numel() * x.element_size(), x.dtype, "fused_rms_norm"))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        note_bytes = 3 * x.numel() * x.element_size()
+        ctx.note(_moves(note_bytes, x.dtype, "fused_rms_norm_backward"))
+        return (
+            torch.empty_like(x) if ctx.needs_input_grad[0] else None,
+            torch.empty_like(weight) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )
+
+
+def _moves(nbytes: int, dtype: torch.dtype, op: str) -> KernelFact:
+    return KernelFact("other", 0.0, float(nbytes), dtype_name(dtype), op=op)

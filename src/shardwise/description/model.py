@@ -1,0 +1,319 @@
+"""What one micro-batch of a model computes and keeps: the facts that a simulator costs.
+
+A `ModelDescription` has one `UnitDescription` for each unit of a Plan, in the Plan's order, and
+each unit has its `Segment`s: the stretches of time during which it runs. Most units have one. A
+unit that holds both the embedding and the output projection has two, one at each end of the model.
+
+    forward order:   root:embedding | layers.0 | layers.1 | ... | root:head (with the loss)
+    segment             0               1          2                 n - 1
+    backward order: n - 1, ..., 1, 0
+
+Everything is per micro-batch and per rank, and was traced, not derived from an architecture.
+Activation bytes are everything that is allocated and is not a parameter, a buffer, an input of the
+model or a parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+KernelKind = Literal["matmul", "attention", "elementwise", "other"]
+KERNEL_KINDS: tuple[str, ...] = get_args(KernelKind)
+
+# Bytes of one element.
+ITEMSIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+def check_at_least(least: float, **values: float) -> None:
+    """Raise for the first value that is below `least` or not finite."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name} is {value!r}, expected a number >= {least}")
+
+
+@dataclass(frozen=True)
+class ParameterFact:
+    """One parameter: its (first) name, shape, dtype as stored, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZES:
+            raise ValueError(
+                f"parameter {self.name!r} has dtype {self.dtype!r}, expected one of "
+                f"{', '.join(ITEMSIZES)}"
+            )
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"parameter {self.name!r} has the shape {self.shape}")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class KernelFact:
+    """`count` equal kernels: the work of one of them, and its shape where its speed depends on it.
+
+    matmul: `shape` is (m, n, k) of a product (m, k) x (k, n), done `batch` times in one kernel.
+    attention: (batch, query heads, queries, keys, head width); a causal one counts half its FLOPs.
+    elementwise and other: () ; what counts is the bytes read and written.
+    """
+
+    kind: KernelKind
+    flops: float
+    bytes: float
+    dtype: str
+    shape: tuple[int, ...] = ()
+    batch: int = 1
+    count: int = 1
+    op: str = ""  # the operator's name, for people
+
+    def __post_init__(self) -> None:
+        if self.kind not in KERNEL_KINDS:
+            raise ValueError(f"kernel kind {self.kind!r}, expected one of {KERNEL_KINDS}")
+        check_at_least(0, flops=self.flops, bytes=self.bytes)
+        check_at_least(1, count=self.count, batch=self.batch)
+        lengths = {"matmul": 3, "attention": 5}
+        if self.kind in lengths and len(self.shape) != lengths[self.kind]:
+            raise ValueError(
+                f"a {self.kind} kernel has {lengths[self.kind]} sizes, got shape {self.shape}"
+            )
+
+    @property
+    def total_flops(self) -> float:
+        return self.flops * self.count
+
+    @property
+    def total_bytes(self) -> float:
+        return self.bytes * self.count
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction of a segment: its kernels, and its activation bytes relative to its start.
+
+    `peak_bytes` is the most activation bytes at any moment inside, above those at its start;
+    `net_bytes` is the change from start to end: what forward leaves for backward, or, negative,
+    what backward gives back. The parameters' own gradients are not in either.
+    """
+
+    kernels: tuple[KernelFact, ...] = ()
+    peak_bytes: int = 0
+    net_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.peak_bytes < max(0, self.net_bytes):
+            raise ValueError(
+                f"peak_bytes {self.peak_bytes} is below net_bytes {self.net_bytes} or below 0"
+            )
+
+    @property
+    def flops(self) -> float:
+        return sum(kernel.total_flops for kernel in self.kernels)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes read and written by all kernels."""
+        return sum(kernel.total_bytes for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        """How many kernels the host issues."""
+        return sum(kernel.count for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stretch of the forward pass that belongs to one unit, and its share of the backward pass.
+
+    saved_bytes: storages that autograd keeps and that no earlier segment has kept already.
+    input_bytes: what the segment's module takes in; with checkpointing only this stays.
+    checkpointed: the trace ran it under activation checkpointing; `recompute` then holds its second
+        forward, which happens at the start of its backward, and `backward` only what follows.
+    """
+
+    position: int  # in the forward order of the model's segments
+    forward: Pass
+    backward: Pass
+    saved_bytes: int
+    input_bytes: int
+    output_bytes: int
+    checkpointed: bool = False
+    recompute: Pass = field(default_factory=Pass)
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            0,
+            position=self.position,
+            saved_bytes=self.saved_bytes,
+            input_bytes=self.input_bytes,
+            output_bytes=self.output_bytes,
+        )
+
+    @property
+    def saved_bytes_checkpointed(self) -> int:
+        return min(self.input_bytes, self.saved_bytes)
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit of the Plan: its parameters and its segments. The figures below are their sums."""
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[ParameterFact, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(p.nbytes for p in self.parameters)
+
+    @property
+    def forward_flops(self) -> float:
+        return sum(s.forward.flops for s in self.segments)
+
+    @property
+    def backward_flops(self) -> float:
+        """Of the backward pass proper; without recomputation."""
+        return sum(s.backward.flops for s in self.segments)
+
+    @property
+    def recompute_flops(self) -> float:
+        """What checkpointing this unit costs or would cost: its forward once more."""
+        return sum((s.recompute if s.checkpointed else s.forward).flops for s in self.segments)
+
+    @property
+    def kernels(self) -> tuple[KernelFact, ...]:
+        """Of forward, recomputation and backward."""
+        return tuple(
+            kernel
+            for s in self.segments
+            for part in (s.forward, s.recompute, s.backward)
+            for kernel in part.kernels
+        )
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(s.saved_bytes for s in self.segments)
+
+    @property
+    def saved_bytes_checkpointed(self) -> int:
+        return sum(s.saved_bytes_checkpointed for s in self.segments)
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(s.input_bytes for s in self.segments)
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(s.output_bytes for s in self.segments)
+
+    @property
+    def peak_temporary_bytes(self) -> int:
+        """The largest extra memory inside one pass of the unit, beyond its start and what stays."""
+        return max(
+            (
+                part.peak_bytes - max(0, part.net_bytes)
+                for s in self.segments
+                for part in (s.forward, s.recompute, s.backward)
+            ),
+            default=0,
+        )
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model's units with what each computes and keeps for one micro-batch."""
+
+    name: str
+    units: tuple[UnitDescription, ...]
+    input_bytes: int = 0  # of the micro-batch itself: tokens and targets
+    buffer_bytes: int = 0  # of the module's buffers
+    tied: tuple[tuple[str, ...], ...] = ()  # names that are one parameter
+    notes: tuple[str, ...] = ()  # what the reader of a prediction should know
+
+    def __post_init__(self) -> None:
+        names = [unit.name for unit in self.units]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two units of {self.name!r} have one name: {sorted(names)}")
+        places = sorted(s.position for unit in self.units for s in unit.segments)
+        if places != list(range(len(places))):
+            raise ValueError(
+                f"the segments of {self.name!r} have the positions {places}, expected each of "
+                f"0 to {len(places) - 1} once"
+            )
+
+    @property
+    def segments(self) -> tuple[tuple[UnitDescription, Segment], ...]:
+        """Every segment with its unit, in forward order. Backward runs them in reverse."""
+        pairs = [(unit, segment) for unit in self.units for segment in unit.segments]
+        return tuple(sorted(pairs, key=lambda pair: pair[1].position))
+
+    def unit(self, name: str) -> UnitDescription:
+        for unit in self.units:
+            if unit.name == name:
+                return unit
+        raise KeyError(f"{self.name} has no unit {name!r}; it has {[u.name for u in self.units]}")
+
+    def parameters(self) -> Iterator[ParameterFact]:
+        for unit in self.units:
+            yield from unit.parameters
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def forward_flops(self) -> float:
+        return sum(unit.forward_flops for unit in self.units)
+
+    @property
+    def backward_flops(self) -> float:
+        return sum(unit.backward_flops for unit in self.units)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(unit.saved_bytes for unit in self.units)
+
+    @property
+    def peak_activation_bytes(self) -> int:
+        """The most activation bytes at any moment of one micro-batch's forward and backward."""
+        live = peak = 0
+        order = self.segments
+        passes = [segment.forward for _, segment in order]
+        for _, segment in reversed(order):
+            passes += [segment.recompute, segment.backward]
+        for part in passes:
+            peak = max(peak, live + part.peak_bytes)
+            live += part.net_bytes
+        return peak

@@ -1,0 +1,215 @@
+"""What one operator costs: its kind, its FLOPs and the bytes it moves, from the shapes it is given.
+
+Only matrix products, convolutions and fused attention have FLOPs; what everything else costs is the
+memory it reads and writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.description.model import KernelFact
+
+aten = torch.ops.aten
+
+# Allocate or relabel, but run nothing.
+_FREE_OPS = {
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::set_",
+    "aten::resize_",
+    "aten::is_same_size",
+    "aten::_local_scalar_dense",
+    "prim::device",
+}
+# Read a few rows of a large table: the table's size does not count.
+_LOOKUPS = {"aten::embedding", "aten::index", "aten::gather", "aten::index_select"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def cost_of(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+) -> KernelFact | None:
+    """The kernel that `op` launches for these arguments, or None if it launches none."""
+    name = op._schema.name
+    if name in _FREE_OPS or _is_view(op):
+        return None
+    outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if not outputs and not inputs:
+        return None
+    formula = _FORMULAS.get(name)
+    if formula is not None:
+        return formula(_bind(op, args, kwargs), outputs, short_name(name))
+    read = 0 if name in _LOOKUPS else sum(_bytes(t) for t in inputs)
+    if name in _LOOKUPS:
+        read = sum(_bytes(t) for t in outputs) + sum(_bytes(t) for t in inputs[1:])
+    pointwise = torch.Tag.pointwise in op.tags or name in ("aten::copy_", "aten::_to_copy")
+    return KernelFact(
+        kind="elementwise" if pointwise or name == "aten::clone" else "other",
+        flops=0.0,
+        bytes=float(read + sum(_bytes(t) for t in outputs)),
+        dtype=dtype_name((outputs or inputs)[0].dtype),
+        op=short_name(name),
+    )
+
+
+def short_name(name: str) -> str:
+    return name.partition("::")[2]
+
+
+def _is_view(op: Any) -> bool:
+    """Its outputs are other looks at its inputs."""
+    returns = op._schema.returns
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes that reading or writing it moves; an expanded dim is read once."""
+    real = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 1]
+    return math.prod(real) * tensor.element_size()
+
+
+def _bind(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def matmul_kernel(
+    m: int, n: int, k: int, dtype: torch.dtype, batch: int = 1, op: str = "mm"
+) -> KernelFact:
+    """The kernel of `batch` products (m, k) x (k, n)."""
+    return KernelFact(
+        kind="matmul",
+        flops=2.0 * batch * m * n * k,
+        bytes=float(batch * (m * k + k * n + m * n) * dtype.itemsize),
+        dtype=dtype_name(dtype),
+        shape=(m, n, k),
+        batch=batch,
+        op=op,
+    )
+
+
+Formula = Callable[[dict[str, Any], list[Tensor], str], KernelFact]
+
+
+def _mm(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
+    a, b = _factors(given)
+    return matmul_kernel(a.shape[0], b.shape[1], a.shape[1], a.dtype, op=op)
+
+
+def _bmm(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
+    a, b = _factors(given)
+    return matmul_kernel(a.shape[1], b.shape[2], a.shape[2], a.dtype, batch=a.shape[0], op=op)
+
+
+def _factors(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    for left, right in (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2")):
+        if left in given and right in given:
+            return given[left], given[right]
+    raise AssertionError(f"a matrix product with the arguments {sorted(given)}")
+
+
+def _convolution(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
+    image = given["input"] if given["transposed"] else outputs[0]
+    return _as_product(given["weight"], image, outputs[0].dtype, given["groups"], 1, op)
+
+
+def _convolution_backward(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
+    image = given["input"] if given["transposed"] else given["grad_output"]
+    times = sum(given["output_mask"][:2])  # the gradients of the input and of the weight
+    dtype = given["grad_output"].dtype
+    return _as_product(given["weight"], image, dtype, given["groups"], times, op)
+
+
+def _as_product(
+    weight: Tensor, image: Tensor, dtype: torch.dtype, groups: int, times: int, op: str
+) -> KernelFact:
+    """A convolution as the matrix product it is: one row for every place of the smaller image."""
+    rows = image.shape[0] * math.prod(image.shape[2:])
+    filters, width = weight.shape[0], math.prod(weight.shape[1:])
+    once = matmul_kernel(rows, max(1, filters // groups), width, dtype, batch=groups, op=op)
+    return KernelFact(
+        kind="matmul",
+        flops=once.flops * max(1, times),
+        bytes=once.bytes * max(1, times),
+        dtype=once.dtype,
+        shape=once.shape,
+        batch=once.batch,
+        op=op,
+    )
+
+
+def attention_kernel(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, products: int, tensors: int, op: str
+) -> KernelFact:
+    """Fused attention that does `products` matrix products over queries x keys and moves `tensors`
+    tensors of the size of q. (batch, heads, length, width) each; causal halves the products.
+    """
+    batch, heads, queries, width = q.shape
+    keys = k.shape[2]
+    flops = 2.0 * products * batch * heads * queries * keys * (width + v.shape[3]) / 2
+    return KernelFact(
+        kind="attention",
+        flops=flops / 2 if causal else flops,
+        bytes=float(q.numel() * q.element_size() * tensors),
+        dtype=dtype_name(q.dtype),
+        shape=(batch, heads, queries, keys, width),
+        op=op,
+    )
+
+
+def _attention(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
+    return attention_kernel(*_attended(given), 2, 4, op)
+
+
+def _attention_backward(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
+    # The scores once more, then the gradients of v, of the scores, of q and of k.
+    return attention_kernel(*_attended(given), 5, 8, op)
+
+
+def _attended(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Query, key, value and whether causal, of torch's own operators or this project's."""
+    if "q" in given:
+        return given["q"], given["k"], given["v"], given["causal"]
+    return given["query"], given["key"], given["value"], bool(given.get("is_causal"))
+
+
+_ATTENTION = (
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+)
+
+_FORMULAS: dict[str, Formula] = {
+    "aten::mm": _mm,
+    "aten::addmm": _mm,
+    "aten::bmm": _bmm,
+    "aten::baddbmm": _bmm,
+    "aten::convolution": _convolution,
+    "aten::_convolution": _convolution,
+    "aten::convolution_overrideable": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "shardwise::attention": _attention,
+    "shardwise::attention_backward": _attention_backward,
+    **{f"aten::_scaled_dot_product_{name}": _attention for name in _ATTENTION},
+    **{f"aten::_scaled_dot_product_{name}_backward": _attention_backward for name in _ATTENTION},
+}

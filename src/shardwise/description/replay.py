@@ -1,0 +1,90 @@
+"""Answers of operators on the meta device, remembered.
+
+A model repeats its blocks, so an operator is asked the same question many times, and torch's own
+answer (in Python, for most operators) is what a trace spends its time on. Only operators that give
+new tensors are remembered: no views, nothing in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.description.model import KernelFact
+from shardwise.description.op_costs import cost_of
+
+_Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class Answers:
+    """Runs operators; gives the result and the kernel behind it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Callable[[], Any], KernelFact | None]] = {}
+        self._pure: dict[Any, bool] = {}
+
+    def run(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, KernelFact | None]:
+        key = self._key(op, args, kwargs)
+        if key is not None and key in self._known:
+            make, kernel = self._known[key]
+            return make(), kernel
+        out = op(*args, **kwargs)
+        kernel = cost_of(op, args, kwargs, out)
+        if key is not None:
+            make_again = _maker(out)
+            if make_again is not None:
+                self._known[key] = (make_again, kernel)
+        return out, kernel
+
+    def _key(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op not in self._pure:
+            schema = op._schema
+            aliased = [*schema.arguments, *schema.returns]
+            self._pure[op] = all(a.alias_info is None for a in aliased)
+        if not self._pure[op]:
+            return None
+        try:
+            key = (op, _freeze(args), tuple((k, _freeze(v)) for k, v in kwargs.items()))
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+
+def _freeze(value: Any) -> Any:
+    """What the answer depends on."""
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            raise TypeError("a tensor with values")
+        return (tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *[_freeze(item) for item in value])
+    return (type(value).__name__, value)  # 1, 1.0 and True are equal keys, and differ here
+
+
+def _maker(out: Any) -> Callable[[], Any] | None:
+    """A function that makes results like `out`, or None where it holds more than meta tensors."""
+    leaves, spec = pytree.tree_flatten(out)
+    shapes: list[_Shape | None] = []
+    for leaf in leaves:
+        if leaf is None:
+            shapes.append(None)
+        elif isinstance(leaf, Tensor) and leaf.is_meta:
+            shapes.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
+        else:
+            return None
+
+    def make_one(shape: _Shape | None) -> Tensor | None:
+        if shape is None:
+            return None
+        return torch.empty_strided(shape[0], shape[1], dtype=shape[2], device="meta")
+
+    if len(shapes) == 1 and isinstance(out, Tensor):
+        return lambda: make_one(shapes[0])
+    return lambda: pytree.tree_unflatten([make_one(shape) for shape in shapes], spec)

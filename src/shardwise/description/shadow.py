@@ -1,0 +1,150 @@
+"""A module's shadow: its copy on the meta device, with hooks that tell what runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as activation_checkpoint
+
+from shardwise.errors import UserError
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    @property
+    def recomputing(self) -> bool: ...
+    def enter(self, name: str, given: Any) -> None: ...
+    def leave(self, name: str, result: Any) -> None: ...
+    def note_gradient(self, parameter: nn.Parameter) -> None: ...
+
+
+def copy_to_meta(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of `model` without data, its floating-point parameters in `dtype`.
+
+    The copy's tensors are put in deepcopy's memory beforehand, so no data is copied, whatever the
+    model's size and device.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "DTensor":
+            raise UserError(
+                f"parameter {name} is sharded already: describe the model before sharding it"
+            )
+        cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        shape = torch.empty_like(parameter, device="meta", dtype=cast)
+        memo[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        values = [*module._buffers.values(), *vars(module).values()]
+        for value in pytree.tree_leaves(values):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = torch.empty_like(value, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be copied ({error}); describe a freshly built one, "
+            'made under `with torch.device("meta")`'
+        ) from error
+
+
+def input_to_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    copied = torch.empty_like(value, device="meta")
+    return copied.requires_grad_() if value.requires_grad else copied
+
+
+def find_owners(
+    model: nn.Module,
+) -> tuple[Mapping[str, tuple[str, ...]], tuple[tuple[str, ...], ...]]:
+    """Each module's own parameters, by their first names; and the groups of names that are one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    owners = {
+        name: tuple(names[id(p)][0] for p in module.parameters(recurse=False))
+        for name, module in model.named_modules()
+    }
+    return owners, tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def attach(
+    shadow: nn.Module,
+    listener: Listener,
+    *,
+    casts: tuple[str, ...],
+    dtype: torch.dtype | None,
+    checkpoint: tuple[str, ...],
+    reentrant: bool,
+) -> None:
+    """Hook the copy: modules tell when they run, parameters when they have a gradient; the inputs
+    of `casts` are cast to `dtype`, and `checkpoint` run under activation checkpointing.
+    """
+    modules = dict(shadow.named_modules())
+    for name in (*checkpoint, *casts):
+        if name not in modules:
+            raise ValueError(f"the model has no module {name!r}")
+    for name, module in modules.items():
+        if dtype is not None and name in casts:
+            module.register_forward_pre_hook(_caster(dtype), prepend=True, with_kwargs=True)
+        if name:
+            _tell_when_run(module, name, listener)
+        if name in checkpoint:
+            _checkpoint(module, name, listener, reentrant)
+    for parameter in shadow.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(listener.note_gradient)
+
+
+def _tell_when_run(module: nn.Module, name: str, listener: Listener) -> None:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        listener.enter(name, (args, kwargs))
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        listener.leave(name, output)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    # Also when forward is left by an exception: a recomputation stops as soon as it has enough.
+    module.register_forward_hook(after, always_call=True)
+
+
+def _caster(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map(
+            lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t,
+            (args, kwargs),
+        )
+
+    return cast
+
+
+def _checkpoint(module: nn.Module, name: str, listener: Listener, reentrant: bool) -> None:
+    """Run the module's forward under activation checkpointing."""
+    plain = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not listener.recomputing:
+            return plain(*args, **kwargs)
+        # The second run does not pass through the module's call, which would have told.
+        listener.enter(name, (args, kwargs))
+        result = None
+        try:
+            result = plain(*args, **kwargs)
+        finally:
+            listener.leave(name, result)
+        return result
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return activation_checkpoint.checkpoint(
+            run, *args, use_reentrant=reentrant, preserve_rng_state=False, **kwargs
+        )
+
+    module.forward = forward

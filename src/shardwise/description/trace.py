@@ -1,0 +1,347 @@
+"""Running a module once on the meta device, forward and backward, and writing down what happens.
+
+Nothing is computed and nothing is allocated: the meta device knows shapes only. What is written
+down, in order: every kernel, every storage that comes and goes, every tensor that autograd keeps,
+and in which module each happened. `grouping.py` makes a description of it for any choice of units.
+
+A backward operator belongs where its forward was: autograd numbers its nodes as forward makes
+them, so a node's number tells the moment of forward that it came from.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.description.device_kernels import DeviceKernels
+from shardwise.description.model import KernelFact
+from shardwise.description.replay import Answers
+from shardwise.description.shadow import attach, copy_to_meta, find_owners, input_to_meta
+from shardwise.errors import UserError
+
+# torch's private names that tracing needs, all of them here. Both are in 2.11 and 2.13.
+current_node = torch._C._current_autograd_node
+_engine = torch.autograd.Variable._execution_engine
+
+
+def run_backward(scalar: Tensor) -> None:
+    """As scalar.backward(), which would suspend `DeviceKernels`; recomputation needs it."""
+    _engine.run_backward(
+        (scalar,), (torch.ones_like(scalar),), False, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
+
+
+Phase = Literal["forward", "recompute", "backward"]
+What = Literal["kernel", "alloc", "free", "save", "enter", "leave"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened: in which phase, in which modules (outermost first).
+
+    origin: of a backward event, the index of the forward (or recompute) event it goes back to.
+    storage: for alloc, free and save, the number of the storage. nbytes: its size; for enter and
+    leave, the bytes of what the module takes or gives.
+    """
+
+    what: What
+    phase: Phase
+    stack: tuple[str, ...]
+    kernel: KernelFact | None = None
+    storage: int = -1
+    nbytes: int = 0
+    origin: int = -1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch's forward and backward, event by event."""
+
+    events: tuple[Event, ...]
+    gradients: frozenset[int]  # storages that became a parameter's gradient
+    inputs: frozenset[int]  # storages that were there before: parameters, buffers, inputs
+    owners: Mapping[str, tuple[str, ...]]  # module name -> first names of its own parameters
+    tied: tuple[tuple[str, ...], ...]
+    input_bytes: int
+    buffer_bytes: int
+    checkpointed: tuple[str, ...]  # modules that ran under checkpointing by request
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How to run the module.
+
+    device: whose fused kernels to take, "cuda" or "cpu".
+    autocast: a dtype name, or None. compute_dtype: parameters are cast to it, and the inputs of the
+    modules `casts` too, as the engine does. checkpoint: modules to run under activation
+    checkpointing (beside what the model does by itself).
+    """
+
+    device: str = "cuda"
+    autocast: str | None = None
+    compute_dtype: str | None = None
+    casts: tuple[str, ...] = ()
+    checkpoint: tuple[str, ...] = ()
+    reentrant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cuda", "cpu"):
+            raise ValueError(f"device is {self.device!r}, expected 'cuda' or 'cpu'")
+        for name in ("autocast", "compute_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(getattr(torch, value, None), torch.dtype):
+                raise ValueError(f"{name} is {value!r}, expected the name of a torch dtype")
+
+
+Loss = Callable[..., Tensor]
+
+
+def trace_module(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    options: TraceOptions | None = None,
+) -> Trace:
+    """Copy the model to the meta device, run forward, the loss and backward there, and tell.
+
+    `loss(model, *args, **kwargs)` gives the scalar to start backward from; without it, it is the
+    model's output if that is a scalar, its `.loss` if it has one, else the sum of its output.
+    """
+    options = options or TraceOptions()
+    dtype = getattr(torch, options.compute_dtype) if options.compute_dtype else None
+    owners, tied = find_owners(model)
+    shadow = copy_to_meta(model, dtype)
+    meta_args, meta_kwargs = pytree.tree_map(input_to_meta, (tuple(args), dict(kwargs or {})))
+    recorder = Recorder()
+    tensors = [*shadow.parameters(), *shadow.buffers()]
+    given = [t for t in pytree.tree_leaves((meta_args, meta_kwargs)) if isinstance(t, Tensor)]
+    recorder.know([*tensors, *given])
+    autocast = getattr(torch, options.autocast) if options.autocast else None
+    kernels = DeviceKernels(options.device, autocast, recorder.note_kernel)
+    attach(
+        shadow,
+        recorder,
+        casts=options.casts if dtype is not None else (),
+        dtype=dtype,
+        checkpoint=options.checkpoint,
+        reentrant=options.reentrant,
+    )
+    try:
+        with recorder.recording(), kernels.active():
+            with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
+                if loss is not None:
+                    scalar = loss(shadow, *meta_args, **meta_kwargs)
+                else:
+                    scalar = _find_loss(shadow(*meta_args, **meta_kwargs))
+            kernels.forget_casts()
+            recorder.begin_backward(kernels.forget_casts)
+            run_backward(scalar)
+            recorder.end_backward()
+    except (NotImplementedError, RuntimeError) as error:
+        if not _needs_values(error):
+            raise
+        raise UserError(
+            f"{type(model).__name__} cannot be described on the meta device: {error}. Its forward "
+            "reads values (.item(), a branch on a tensor) or makes tensors on a fixed device; "
+            "describe it with inputs that avoid that branch, or describe the blocks it is made of"
+        ) from error
+    return Trace(
+        events=tuple(recorder.events),
+        gradients=frozenset(recorder.gradients),
+        inputs=frozenset(recorder.known),
+        owners=owners,
+        tied=tied,
+        input_bytes=sum(t.nbytes for t in given),
+        buffer_bytes=sum(b.nbytes for b in shadow.buffers()),
+        checkpointed=options.checkpoint,
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every operator below autograd, and what modules and autograd tell it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.known: set[int] = set()
+        self.gradients: set[int] = set()
+        self.stack: list[str] = []
+        self._names: tuple[str, ...] = ()
+        self._storages: dict[int, int] = {}  # address of a live storage -> its number
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._numbers: list[int] = []  # autograd's node numbers at which the stack changed ...
+        self._moments: list[int] = []  # ... and the index of the first event after that
+        self._count = 0
+        self._answers = Answers()
+        self._backward = False
+        self._after_recompute: Callable[[], None] | None = None
+        self._on = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._on = True
+        self._mark()
+        try:
+            with self:
+                yield
+        finally:
+            self._on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out, kernel = self._answers.run(func, args, kwargs or {})
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor)
+        if kernel is not None:
+            self.note_kernel(kernel)
+        return out
+
+    def know(self, tensors: list[Tensor]) -> None:
+        """These were there before the step: never an activation."""
+        for tensor in tensors:
+            self.known.add(self._number(tensor))
+
+    def note_kernel(self, kernel: KernelFact) -> None:
+        self._write("kernel", kernel=kernel)
+
+    def note_saved(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps `tensor` for backward."""
+        storage = self._meet(tensor)
+        self._write("save", storage=storage, nbytes=tensor.untyped_storage().nbytes())
+        return tensor
+
+    def note_gradient(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self.gradients.add(self._meet(parameter.grad))
+
+    def enter(self, name: str, given: Any) -> None:
+        self.stack.append(name)
+        self._names = tuple(self.stack)
+        self._mark()
+        self._write("enter", nbytes=_total_bytes(given))
+
+    def leave(self, name: str, result: Any) -> None:
+        # A recomputation may be stopped inside: what it was in has ended too.
+        while self.stack and self.stack[-1] != name:
+            self.stack.pop()
+        self._write("leave", nbytes=_total_bytes(result))
+        if self.stack:
+            self.stack.pop()
+        self._names = tuple(self.stack)
+        self._mark()
+        if self._after_recompute is not None and not self.stack:
+            self._after_recompute()
+
+    @property
+    def recomputing(self) -> bool:
+        return self._backward
+
+    def begin_backward(self, after_recompute: Callable[[], None]) -> None:
+        self._backward, self._after_recompute = True, after_recompute
+
+    def end_backward(self) -> None:
+        self._backward = False
+
+    def _mark(self) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._moments.append(len(self.events))
+
+    def _write(self, what: What, **facts: Any) -> None:
+        if not self._on:
+            return
+        phase: Phase = "forward"
+        origin = -1
+        if self._backward:
+            phase = "recompute" if self._names else "backward"
+            if phase == "backward":
+                origin = self._find_origin()
+        self.events.append(Event(what, phase, self._names, origin=origin, **facts))
+
+    def _find_origin(self) -> int:
+        node = current_node()
+        if node is None:
+            return -1
+        number = node._sequence_nr()
+        if number >= 2**62:  # accumulating a gradient: wherever that happens
+            return -1
+        at = bisect.bisect_right(self._numbers, number) - 1
+        return self._moments[at] if at >= 0 else -1
+
+    def _meet(self, tensor: Tensor) -> int:
+        """The number of the tensor's storage; written down as allocated if it is new."""
+        before = self._count
+        number = self._number(tensor)
+        if number >= before:
+            self._write("alloc", storage=number, nbytes=tensor.untyped_storage().nbytes())
+        return number
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._storages:
+            number = self._storages[address] = self._count
+            self._count += 1
+            nbytes = storage.nbytes()
+            self._watched[number] = weakref.ref(
+                storage, lambda _: self._forget(address, number, nbytes)
+            )
+        return self._storages[address]
+
+    def _forget(self, address: int, number: int, nbytes: int) -> None:
+        self._storages.pop(address, None)
+        self._watched.pop(number, None)
+        self._write("free", storage=number, nbytes=nbytes)
+
+
+def _total_bytes(value: Any) -> int:
+    """Bytes of the distinct storages in what a module takes or gives."""
+    sizes = {}
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor):
+            sizes[tensor.untyped_storage()._cdata] = min(
+                tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+            )
+    return sum(sizes.values())
+
+
+def _needs_values(error: Exception) -> bool:
+    """The module asked for what a meta tensor does not have."""
+    signs = ("meta tensor", "on meta", "meta device", "device meta", "meta and ", "and meta")
+    return any(sign in str(error) for sign in signs) and "recompute" not in str(error).lower()
+
+
+def _find_loss(output: Any) -> Tensor:
+    """What to start backward from: see `trace_module`."""
+    named = getattr(output, "loss", None)
+    if isinstance(named, Tensor) and named.dim() == 0:
+        return named
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        return output["loss"]
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise UserError(
+            "the model's output carries no gradient, so it has no backward to describe: is every "
+            "parameter frozen, or does forward run under no_grad?"
+        )
+    if len(leaves) == 1 and leaves[0].dim() == 0:
+        return leaves[0]
+    total = leaves[0].sum()
+    for tensor in leaves[1:]:
+        total = total + tensor.sum()
+    return total

@@ -1,0 +1,87 @@
+"""What one optimizer step is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import nearest
+
+# Optimizer state tensors for each parameter, in the master's dtype.
+STATE_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+CHECKPOINTS = ("none", "reentrant", "nonreentrant")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of one rank: `micro_batches` times `micro_batch` sequences of `sequence` tokens.
+
+    `sizes` is for uneven work: row g, column i is the number of sequences of micro-batch i on the
+    ranks of replica group g (both repeat when there are more groups or micro-batches than rows or
+    columns); `micro_batch` is then the largest of them.
+    """
+
+    sequence: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+    optimizer: str = "adamw"
+    autocast: str | None = None  # None: the parameters' dtype, or the Plan's compute_dtype
+    checkpoint: str = "none"  # none, reentrant, nonreentrant: of every block
+    sizes: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "micro_batch", "micro_batches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Workload.{name} is {value!r}, expected a whole number >= 1")
+        for name, valid in (
+            ("optimizer", tuple(STATE_TENSORS)),
+            ("autocast", AUTOCAST_DTYPES),
+            ("checkpoint", CHECKPOINTS),
+        ):
+            value = getattr(self, name)
+            if value not in valid and not (name == "autocast" and value is None):
+                raise ValueError(f"Workload.{name} is {value!r}{nearest(str(value), valid)}")
+        if self.sizes is not None:
+            self._check_sizes(self.sizes)
+
+    def _check_sizes(self, sizes: tuple[tuple[int, ...], ...]) -> None:
+        widths = {len(row) for row in sizes}
+        if len(widths) != 1 or 0 in widths:
+            raise ValueError(f"Workload.sizes is {sizes!r}, expected rows of one length")
+        largest = max(max(row) for row in sizes)
+        if min(min(row) for row in sizes) < 1 or largest != self.micro_batch:
+            raise ValueError(
+                f"Workload.sizes go up to {largest} and micro_batch is {self.micro_batch}; every "
+                "size must be at least 1, and the largest of them must be micro_batch"
+            )
+
+    @classmethod
+    def alternating(cls, sequence: int, ratio: int, micro_batches: int) -> Workload:
+        """Uneven work between two replica groups: while one has a micro-batch of 1, the other has
+        one of `ratio`, and they take turns.
+        """
+        return cls(sequence, ratio, micro_batches, sizes=((1, ratio), (ratio, 1)))
+
+    def size_of(self, group: int, index: int) -> int:
+        """Sequences of micro-batch `index` on the ranks of replica group `group`."""
+        if self.sizes is None:
+            return self.micro_batch
+        row = self.sizes[group % len(self.sizes)]
+        return row[index % len(row)]
+
+    def tokens_per_step(self, ranks: int, groups: int = 1) -> int:
+        """Tokens of one step over `ranks` ranks in `groups` replica groups of equal size."""
+        if ranks % groups:
+            raise ValueError(f"{ranks} ranks do not divide among {groups} groups")
+        sequences = sum(
+            self.size_of(group, index)
+            for group in range(groups)
+            for index in range(self.micro_batches)
+        )
+        return sequences * self.sequence * (ranks // groups)
+
+    @property
+    def state_tensors(self) -> int:
+        """Optimizer state tensors for each trained parameter."""
+        return STATE_TENSORS[self.optimizer]

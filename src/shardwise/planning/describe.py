@@ -1,0 +1,200 @@
+"""Describing a model by the units of a Plan.
+
+    describe(model, Workload(sequence=2048, micro_batch=4))        by its blocks
+    describe(model, (tokens, targets), plan)                       by the Plan's units
+    describe_preset("llama8b", workload, plan)                     by size, without code
+
+Tracing is the slow part (a second for a large model), and it does not depend on the units:
+`trace_model` once and `describe_trace` for each Plan is the way to compare many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.description.grouping import UnitFacts, group
+from shardwise.description.model import ModelDescription, ParameterFact
+from shardwise.description.preset import load_preset
+from shardwise.description.trace import Trace, TraceOptions, trace_module
+from shardwise.description.workload import CHECKPOINTS, Workload
+from shardwise.errors import UserError
+from shardwise.planning.plan import Plan
+from shardwise.planning.units import Cut, UnitSpec, cut_units
+
+Inputs = Workload | Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+def describe(
+    model: nn.Module,
+    inputs: Inputs,
+    plan: Plan | Cut | Any = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    device: str = "cuda",
+    autocast: str | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    name: str | None = None,
+) -> ModelDescription:
+    """What one micro-batch of `model` computes and keeps, unit by unit, traced on the meta device.
+
+    inputs: a Workload (for models of tokens), or the model's arguments: one tensor, a sequence of
+        positional ones, or a mapping of keyword ones; only their shapes and dtypes matter.
+    plan: its units, one for one, and its compute dtype; or what `Plan.of(units=...)` takes.
+    loss: `loss(model, *inputs)`; without it the output itself, if it is a scalar (or has one as
+        `.loss`), else its sum.
+    device: whose fused kernels to count, "cuda" or "cpu".
+    autocast: a dtype name. checkpoint: "reentrant" or "nonreentrant" for every block, or the names
+        of modules. Both come from the Workload unless given here.
+    """
+    resolved = _as_plan(plan).resolve(model)
+    trace = trace_model(
+        model,
+        inputs,
+        loss=loss,
+        device=device,
+        autocast=autocast,
+        checkpoint=checkpoint,
+        compute_dtype=resolved.compute_dtype,
+    )
+    return describe_trace(trace, resolved, name or type(model).__name__)
+
+
+def trace_model(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    device: str = "cuda",
+    autocast: str | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    compute_dtype: str | None = None,
+) -> Trace:
+    """Trace one micro-batch; see `describe` for the arguments."""
+    args, kwargs = _as_arguments(model, inputs)
+    if isinstance(inputs, Workload):
+        autocast = autocast or inputs.autocast
+        checkpoint = checkpoint or inputs.checkpoint
+    blocks = find_blocks(model)
+    names, reentrant = _checkpointed(checkpoint, blocks)
+    options = TraceOptions(
+        device=device,
+        autocast=autocast,
+        compute_dtype=compute_dtype,
+        casts=("", *blocks) if compute_dtype else (),
+        checkpoint=names,
+        reentrant=reentrant,
+    )
+    return trace_module(model, args, kwargs, loss=loss, options=options)
+
+
+def describe_trace(trace: Trace, plan: Plan, name: str = "model") -> ModelDescription:
+    """Describe a traced model by the units of a resolved Plan."""
+    return group(trace, [_unit_facts(unit) for unit in plan.require_units()], name)
+
+
+def describe_preset(
+    name: str,
+    workload: Workload,
+    plan: Plan | Cut | Any = None,
+    *,
+    device: str = "cuda",
+    sequences: int | None = None,
+) -> ModelDescription:
+    """As `describe`, of a preset model; `sequences` is the micro-batch where the workload's differ.
+
+    The last few traces are kept, so that many Plans of one workload are quick.
+    """
+    resolved = _as_plan(plan).resolve(_build_preset(name, workload.sequence))
+    # The trace depends on these fields only.
+    shape = dataclasses.replace(workload, micro_batches=1, optimizer="adamw", sizes=None)
+    if sequences is not None:
+        shape = dataclasses.replace(shape, micro_batch=sequences)
+    trace = _trace_preset(name, shape, device, resolved.compute_dtype)
+    return describe_trace(trace, resolved, name)
+
+
+@lru_cache(maxsize=4)
+def _build_preset(name: str, context: int) -> nn.Module:
+    return load_preset(name).build(context)
+
+
+@lru_cache(maxsize=8)
+def _trace_preset(name: str, workload: Workload, device: str, compute_dtype: str | None) -> Trace:
+    return trace_model(
+        _build_preset(name, workload.sequence),
+        load_preset(name).inputs(workload),
+        device=device,
+        autocast=workload.autocast,
+        checkpoint=workload.checkpoint,
+        compute_dtype=compute_dtype,
+    )
+
+
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Names of the model's repeated blocks (or of the runs it is cut into without them)."""
+    units = cut_units(model, Cut(), None)
+    return tuple(name for unit in units for name in unit.modules if name)
+
+
+def _as_plan(plan: Plan | Cut | Any) -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.of("zero3", units=plan)
+
+
+def _unit_facts(unit: UnitSpec) -> UnitFacts:
+    return UnitFacts(
+        unit.name,
+        unit.modules,
+        tuple(ParameterFact(p.name, p.shape, p.dtype, p.trainable) for p in unit.parameters),
+    )
+
+
+def _checkpointed(
+    checkpoint: str | Sequence[str] | None, blocks: tuple[str, ...]
+) -> tuple[tuple[str, ...], bool]:
+    if checkpoint is None or checkpoint == "none":
+        return (), False
+    if isinstance(checkpoint, str):
+        if checkpoint not in CHECKPOINTS:
+            raise ValueError(
+                f"checkpoint is {checkpoint!r}, expected one of {CHECKPOINTS}, or module names"
+            )
+        return blocks, checkpoint == "reentrant"
+    return tuple(checkpoint), False
+
+
+def _as_arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Workload):
+        return _token_arguments(model, inputs)
+    return tuple(inputs), {}
+
+
+def _token_arguments(
+    model: nn.Module, workload: Workload
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tokens and targets, in the places where the model's forward takes them."""
+    shape = (workload.micro_batch, workload.sequence)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    targets = tokens.clone()
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" in parameters:
+        labels = {"labels": targets} if "labels" in parameters else {}
+        return (), {"input_ids": tokens, **labels}
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [p for p in parameters.values() if p.kind in kinds]
+    if not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        raise UserError(
+            f"{type(model).__name__} has no embedding, so a workload of tokens says nothing about "
+            "its inputs: give describe() example inputs instead"
+        )
+    return (tokens, targets)[: max(1, min(2, len(places)))], {}

@@ -1,0 +1,79 @@
+"""Calibration: measures every path on two gloo ranks and writes a cluster that loads back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.description.cluster import COLLECTIVES, Cluster
+from shardwise.description.cluster_toml import parse_cluster, write_cluster
+from shardwise.description.collectives import collective_time
+from shardwise.measurement.calibrate import HostFindings, assemble
+from shardwise.measurement.calibrate_ranks import Findings, Sampled
+
+
+def findings() -> Findings:
+    """As one GPU would give them: no links."""
+    rate = Sampled(4e14, 1e12)
+    return Findings(
+        matmul={"bfloat16": [(4096, 4096, 4096, rate), (1024, 1024, 1024, Sampled(2e14, 2e12))]},
+        attention={"bfloat16": Sampled(2e14, 1e12)},
+        copy=Sampled(3e12, 1e10),
+        kernel=Sampled(2e-6, 1e-7),
+    )
+
+
+def test_one_gpu_is_measured_and_its_links_are_taken_from_a_named_cluster(monkeypatch) -> None:
+    host = HostFindings(Sampled(2e-5, 1e-6), Sampled(3e-4, 2e-5))
+    h100 = Cluster.load("h100x8")
+    monkeypatch.setattr("shardwise.measurement.calibrate._memory", lambda *_: 8e10)
+    monkeypatch.setattr(
+        "shardwise.measurement.calibrate.describe_environment",
+        lambda: {"gpu": "G", "torch": "2", "load_at_start": 0.0, "cpu": "C", "cores": 2},
+    )
+    made = assemble("mine", findings(), host, "cuda", 1, h100)
+    cluster = made.cluster
+    assert cluster.levels == h100.levels
+    assert cluster.communication_share_of_compute == h100.communication_share_of_compute
+    assert cluster.device.rate_of("bfloat16").peak == 4e14
+    assert cluster.device.attention_fraction == 0.5
+    assert cluster.host.op_s == pytest.approx(1.8e-5)
+    assert not cluster.host.communicates
+    sources = dict(cluster.sources)
+    assert sources["level.0.bandwidth_bytes_per_s"].startswith("cluster h100x8: ")
+    assert sources["device.kernel_s"].startswith("measured by shardwise calibrate")
+    again = parse_cluster(write_cluster(cluster, made.spreads), "mine.toml")
+    assert dataclasses.replace(again, sources=()) == dataclasses.replace(cluster, sources=())
+    assert "spread = 1e-07" in write_cluster(cluster, made.spreads)
+
+
+@pytest.mark.slow
+def test_the_command_measures_two_ranks_and_the_file_loads_back(tmp_path, capsys) -> None:
+    out = tmp_path / "mine.toml"
+    assert main(["calibrate", "--quick", "--device", "cpu", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "best float32 product" in shown.out and f"wrote {out}" in shown.out
+    assert "measuring matrix products in float32" in shown.err
+    cluster = Cluster.load(out)
+    assert cluster.name == "mine" and cluster.host.communicates
+    assert {p.kind for p in cluster.levels[0].points} == set(COLLECTIVES)
+    assert {p.ranks for p in cluster.levels[0].points} == {2}
+    assert "spread = " in out.read_text()
+    assert collective_time(cluster, "all_gather", 2**18, 2) > 0
+    assert cluster.device.rate_of("float32").rate(100, 100, 100) > 1e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--out", "x.json"], "--out x.json: a cluster file ends in .toml"),
+        (["--out", "absent/x.toml"], "there is no folder absent"),
+        (["--out", "x.toml", "--ranks", "0"], "--ranks is 0, expected at least 1"),
+        (["--out", "x.toml", "--links", "h10"], "unknown cluster 'h10'"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_measured(arguments, told, capsys) -> None:
+    assert main(["calibrate", *arguments]) == 2
+    assert told in capsys.readouterr().err
