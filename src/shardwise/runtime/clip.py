@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.runtime import guard
 from shardwise.runtime.api import engine_of
+from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.storage import Gradients
 
 
 def clip_grad_norm(

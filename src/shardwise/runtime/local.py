@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.runtime.api import engine_of_parameter
-from shardwise.sharding.storage import Gradients
+from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.unit import Unit
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (

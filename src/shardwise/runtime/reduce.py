@@ -22,7 +22,7 @@ from shardwise.comms.lanes import Lane, Lanes
 from shardwise.comms.real import DONE, Handle
 from shardwise.planning.placement import Rows
 from shardwise.runtime.policy import Policy
-from shardwise.sharding.storage import Gradients
+from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.unit import Unit
 
 Steps = Iterator[tuple[Lane, Handle]]

@@ -22,9 +22,10 @@ from shardwise.comms.lanes import Lane
 from shardwise.comms.real import DONE, Handle
 from shardwise.sharding.extended import ExtendedParameters, ExtendedRoute, is_extended
 from shardwise.sharding.forms import Form
+from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.route import Route, nothing_to_unpack
-from shardwise.sharding.storage import Buffer, Gradients, Member, Offload, Parameters
+from shardwise.sharding.storage import Buffer, Member, Offload, Parameters
 
 
 class State(Enum):
