@@ -72,6 +72,12 @@ class Engine:
         guard.mark(self)
         self._follow_gradients()
 
+    def compare_values(self) -> None:
+        """Once, before anything runs: do all ranks start from the same values?"""
+        if not self.values_agree:
+            self.values_agree = True
+            self.agreement.check_values(self.units)
+
     def share(self, lanes: Lanes) -> None:
         """Move on other lanes from now on."""
         self.reducer.finish()
@@ -100,9 +106,7 @@ class Engine:
             self.structure.check()
             if any([unit.follow() or not unit.prepared for unit in self.units]):
                 self._prepare()
-            if not self.values_agree:
-                self.values_agree = True
-                self.agreement.check_values(self.units)
+            self.compare_values()
             self.follow_requires_grad()
             refreshes = self.policy.refreshes
             for unit in self.units:
