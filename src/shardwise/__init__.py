@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.comms.recording import record
-    from shardwise.planning.describe import describe
     from shardwise.compat import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -21,10 +20,14 @@ if TYPE_CHECKING:
         replace_torch_fully_shard,
         share_comm_ctx,
     )
+    from shardwise.planning.describe import describe
     from shardwise.planning.plan import Plan
+    from shardwise.planning.search import search
+    from shardwise.planning.simulate import simulate
     from shardwise.runtime.api import exposed_seconds, shard
     from shardwise.runtime.clip import clip_grad_norm
     from shardwise.runtime.local import local
+    from shardwise.runtime.materialize import materialize
     from shardwise.runtime.microbatches import microbatches
     from shardwise.runtime.sharded_optimizer import ShardedOptimizer
     from shardwise.runtime.state import broadcast, full_state_dict
@@ -45,12 +48,15 @@ _HOMES = {
     "full_state_dict": "runtime.state",
     "fully_shard": "compat",
     "local": "runtime.local",
+    "materialize": "runtime.materialize",
     "microbatches": "runtime.microbatches",
     "record": "comms.recording",
     "register_fsdp_forward_method": "compat",
     "replace_torch_fully_shard": "compat",
+    "search": "planning.search",
     "shard": "runtime.api",
     "share_comm_ctx": "compat",
+    "simulate": "planning.simulate",
 }
 
 __all__ = [
@@ -69,12 +75,15 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "local",
+    "materialize",
     "microbatches",
     "record",
     "register_fsdp_forward_method",
     "replace_torch_fully_shard",
+    "search",
     "shard",
     "share_comm_ctx",
+    "simulate",
 ]
 __version__ = "0.1.0"
 

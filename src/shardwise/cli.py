@@ -14,9 +14,11 @@ from shardwise.errors import UserError
 # Modules with `add_parser(subparsers)`, in the order of `--help`. The parser's default `command` is
 # called with the parsed arguments.
 COMMANDS = (
+    "shardwise.planning.plan_cli",
     "shardwise.trainer.train_cli",
     "shardwise.reporting.report_cli",
     "shardwise.measurement.bench_cli",
+    "shardwise.measurement.calibrate_cli",
 )
 
 
@@ -26,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="shardwise",
         description="Sharded data-parallel training for PyTorch.",
         epilog="examples:\n"
+        "  shardwise plan --model xl --cluster h100x8 --tokens 131072\n"
         "  shardwise train --plan zero3 --nproc 2 --steps 60 --out run\n"
         "  shardwise report run\n"
         "  shardwise COMMAND --help",

@@ -1,0 +1,172 @@
+"""The seeds' figures, the accuracy command, and its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.cli import main
+from shardwise.description.cluster import Cluster
+from shardwise.measurement import accuracy, accuracy_seeds
+from shardwise.measurement.accuracy_calibrate import Calibration
+from shardwise.measurement.accuracy_cases import CASES
+from shardwise.measurement.accuracy_docs import draw_plot, write_docs
+from shardwise.measurement.accuracy_gpu import describe_case, predict, sizes_of
+from shardwise.measurement.accuracy_kernels import KernelTable, passes
+
+
+def test_seed_000_is_within_5_percent_of_each_mode() -> None:
+    rows = list(accuracy_seeds.rows_000())
+    assert [row["mode"] for row in rows] == list(accuracy_seeds.FFN_REPORTED_MS)
+    for row in rows:
+        assert abs(accuracy.error_of(row, "ms") or 1) < 0.05
+        assert sum(row["breakdown_ms"].values()) == pytest.approx(row["predicted_ms"])
+
+
+def test_delaying_pays_with_uneven_work_and_several_micro_batches() -> None:
+    for accumulate, ratio, pays in ((2, 2, True), (4, 3, True), (1, 2, False), (4, 1, False)):
+        steps = accuracy_seeds.seed_000(accumulate, ratio)
+        gain = steps["hsdp"].step_ms / steps["hsdp, delayed"].step_ms
+        assert (gain > 1.05) is pays
+
+
+def test_seed_001_memory_and_order() -> None:
+    saved, ddp, sharded = accuracy_seeds.rows_001()
+    assert abs(accuracy.error_of(saved, "bytes") or 1) < 0.05
+    assert ddp["predicted_ms"] < sharded["predicted_ms"]
+    assert accuracy_seeds.QWEN.parameter_count == pytest.approx(3.7e9, rel=0.01)
+
+
+@pytest.mark.slow
+def test_seed_002_has_the_document_s_order() -> None:
+    rows = {row["mode"]: row for row in accuracy_seeds.rows_002()}
+    modes = list(rows)
+    for group in (modes[:3], modes[3:]):
+        predicted = sorted(group, key=lambda mode: rows[mode]["predicted_ms"])
+        reported = sorted(group, key=lambda mode: rows[mode]["reported_ms"])
+        assert predicted == reported
+    capped = modes[3:]
+    by_bytes = sorted(capped, key=lambda mode: rows[mode]["predicted_bytes"])
+    assert by_bytes == sorted(capped, key=lambda mode: rows[mode]["reported_bytes"])
+
+
+def test_there_are_enough_configurations_of_every_kind() -> None:
+    held_out = [case for case in CASES if case.group == "held-out"]
+    assert len(held_out) >= 8 and len({case.name for case in CASES}) == len(CASES)
+    for choices in (
+        {case.strategy for case in held_out},
+        {case.shape for case in held_out},
+        {case.batch * case.length for case in held_out},
+        {case.precision for case in held_out},
+        {case.network for case in held_out},
+    ):
+        assert len(choices) >= 3
+    assert {case.checkpoint for case in held_out} == {"none", "nonreentrant"}
+    build = {(c.strategy, c.shape, c.batch, c.length, c.checkpoint, c.settings) for c in CASES[:6]}
+    for case in held_out:
+        key = (case.strategy, case.shape, case.batch, case.length, case.checkpoint, case.settings)
+        assert key not in build
+
+
+@pytest.fixture
+def fake_group():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    dist.destroy_process_group()
+
+
+def test_the_device_part_runs_and_goes_on_where_it_stopped(fake_group, tmp_path: Path) -> None:
+    path = tmp_path / "accuracy.json"
+    chosen = [case for case in CASES if case.name in ("b1", "b2", "h5", "h6")]
+    results = accuracy.Results.open(path, {}, "")
+    accuracy.run_device(results, "cpu", quick=True, cases=chosen[:2])
+    again = accuracy.Results.open(path, {}, "")
+    assert [row["case"] for row in again.rows] == ["b1", "b2"] and again.calibration["kernels"]
+    accuracy.run_device(again, "cpu", quick=True, cases=chosen)
+    held = json.loads(path.read_text())
+    assert [row["case"] for row in held["rows"]] == ["b1", "b2", "h5", "h6"]
+    for row in held["rows"]:
+        assert "error" not in row, row["error"]
+        assert row["predicted_ms"] > 0 and row["measured_ms"] > 0
+        assert sum(row["breakdown_ms"].values()) == pytest.approx(row["predicted_ms"], rel=1e-6)
+
+
+def test_a_failing_case_does_not_cost_the_others(
+    fake_group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(accuracy, "run_case", fail)
+    results = accuracy.Results.open(tmp_path / "a.json", {}, "")
+    results.calibration["device"] = {
+        "kernel_s": 1e-6, "stream_bytes_per_s": 1e9, "copy_rates": {}, "op_s": 1e-6,
+        "unit_s": 1e-6, "whole_unit_s": 1e-6, "library_bytes": 0,
+    }  # fmt: skip
+    accuracy.run_device(results, "cpu", quick=True, cases=CASES[:2])
+    assert [row["error"] for row in results.rows] == ["out of memory"] * 2
+    assert any("failed: b1, b2" in line for line in accuracy.summarize(results.rows))
+    assert not accuracy.Results.open(tmp_path / "a.json", {}, "").rows
+
+
+def test_memory_of_the_committed_h200_steps() -> None:
+    """Two steps that an H200 ran for `bench step`: their peaks, above what was there before."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    measured = {
+        row["case"]: row["ours"]["peak_bytes"]
+        for row in json.loads((folder / "step-h200.json").read_text())["rows"]
+    }
+    base = Cluster.load("h200x8")
+    flat = Calibration(1e-6, 4e12, {}, 1e-5, 1e-4, 1e-4, 0)
+    for batch, name in ((4, "h200-4x2048-free"), (1, "h200-1x2048-free")):
+        case = CASES[0].__class__("x", "build", CASES[0].shape, "zero3", batch, 2048)
+        traced = describe_case(case, "cuda")
+        table = KernelTable("cuda")
+        sizes = sizes_of(case)
+        from shardwise.measurement.accuracy_kernels import key_of
+
+        for part, direction in passes(traced[1]):
+            for kernel in part.kernels:
+                table.seconds[key_of(kernel, direction, sizes)] = 1e-5
+        predicted = predict(case, traced, flat, table, base)
+        assert predicted.peak_bytes == pytest.approx(measured[name], rel=0.03)
+
+
+def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
+    path, page = tmp_path / "accuracy.json", tmp_path / "accuracy.md"
+    rows = [
+        {"seed": "000", "mode": "hsdp", "predicted_ms": 99.0, "reported_ms": 100.0},
+        {"seed": "001", "mode": "bytes", "predicted_bytes": 27e9, "reported_bytes": 27.7e9},
+        {"seed": "002", "mode": "w", "predicted_ms": 9.0, "reported_ms": 8.0, "compared": "order"},
+        {
+            "case": "h1", "set": "held-out", "mode": "zero3 <a>", "predicted_ms": 10.0,
+            "measured_ms": 10.5, "predicted_bytes": 10_000_000_000,
+            "measured_bytes": 10_100_000_000,
+        },
+    ]  # fmt: skip
+    sweep = [{"accumulate": 1, "ratio": 1, "speedup": 1.0}]
+    path.write_text(json.dumps({"rows": rows, "sweep": sweep}))
+    arguments = ["bench", "accuracy", "--simulated", "--json", str(path), "--docs", str(page)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "seed 000" in said and "-4.8%" in said and "held-out" in said
+    text = page.read_text()
+    assert "| seed 000 | hsdp | 99.0 ms | 100.0 ms | -1.0% |" in text
+    assert "order" in text and "accuracy.svg" in text and "| 1 | 1.000 |" in text
+    assert (tmp_path / "accuracy.svg").read_text() == draw_plot(rows)
+    assert "&lt;a&gt;" in draw_plot(rows)
+    write_docs(page, {"rows": [], "environment": {"torch": "t", "commit": "c", "cpu": "x"}})
+
+
+def test_unknown_cases_are_told(capsys) -> None:
+    assert main(["bench", "accuracy", "--cases", "h300"]) == 2
+    assert "h200" in capsys.readouterr().err
