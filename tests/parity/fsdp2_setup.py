@@ -129,7 +129,7 @@ def non_persistent_buffer() -> str:
         nn.init.zeros_(p)
     step_twice(model)
     right = torch.equal(model.rates, torch.arange(1.0, WIDTH + 1))
-    return "works" if right else "wrong: the buffer holds whatever was in memory, no error"
+    return "works" if right else "wrong: the buffer has not its values, no error"
 
 
 @case(22, "to_empty where one parameter has its values already")

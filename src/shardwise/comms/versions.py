@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -87,6 +88,18 @@ def supported_devices(group: Any) -> set[str]:
     """Device types that a process group can move, by the backends it was made with."""
     backends = group._device_types
     return {device.type for device in backends}
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> DTensor:
+    """A DTensor that stands on `local` itself. (DTensor.from_local would copy a host tensor to the
+    mesh's device.)
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

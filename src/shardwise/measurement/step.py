@@ -265,8 +265,7 @@ def _measure_on_gpu(
     _check_emulated(case, emulation, collectives)
     # Only the first block makes the libraries' workspaces; the others find them there.
     sides = {
-        name: Side.of(samples[name], min(peaks[name]), collectives.get(name))
-        for name in samples
+        name: Side.of(samples[name], min(peaks[name]), collectives.get(name)) for name in samples
     }
     return sides, None, settings
 

@@ -38,14 +38,7 @@ class Form:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor over `local`; shares its memory."""
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=torch.empty(self.shape, device="meta").stride(),
-        )
+        return versions.make_dtensor(local, self.mesh, self.placements, self.shape)
 
 
 @dataclass(frozen=True)
