@@ -362,3 +362,139 @@ def _old_gradients() -> None:
 
 def test_gradients_that_somebody_keeps(two: Ranks) -> None:
     two.run(_old_gradients)
+
+
+class Half(Block):
+    """A block of which a rank may use a part."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 16)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.both = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return self.other(y) if self.both else y
+
+
+def _half_used(way: str) -> None:
+    alone = Net()
+    alone.layers = nn.ModuleList(Half() for _ in range(3))
+    model = _wrapped(copy.deepcopy(alone), way)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        for i in range(ranks):
+            for layer in alone.layers:
+                layer.both = i == 0
+            (alone(_data(step)).square().mean() / ranks).backward()
+        for layer in model.layers:
+            layer.both = rank == 0
+        loss = model(_data(step)).square().mean()
+        (loss / ranks if way == "plan" else loss).backward()
+        for (name, parameter), reference in zip(
+            model.named_parameters(), alone.parameters(), strict=True
+        ):
+            if reference.grad is not None:
+                got = parameter.grad.full_tensor()
+                assert torch.allclose(got, reference.grad, rtol=1e-5, atol=1e-8), (step, name)
+        model.zero_grad()
+        alone.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_8_a_rank_uses_half_of_a_block(two: Ranks, way: str) -> None:
+    two.run(_half_used, way, timeout=40)
+
+
+class Skipping(Net):
+    """Leaves its first block out, or runs blocks of different shapes in another order (8, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(WIDTH, 16), Block(WIDTH, 24)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = list(self.layers)
+        if self.how == "skip":
+            layers = layers[1:]
+        if self.how == "turn":
+            layers.reverse()
+        for layer in layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _another_way(way: str, how: str) -> None:
+    model = _wrapped(Skipping(), way)
+    model.how = how if dist.get_rank() == 1 else ""
+    _says(RuntimeError, r"different units as number \d.*rank 0: .*rank 1: ", model, _data())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["skip", "turn"])
+def test_8_10_ranks_run_different_units(two: Ranks, way: str, how: str) -> None:
+    two.run(_another_way, way, how, timeout=40)
+
+
+def _changed_early(change: str) -> None:
+    model = _wrapped(Net(), "fully_shard")
+    function, _ = CHANGES[change]
+    function(model)
+    _says(RuntimeError, "was added, removed or replaced|removed|replaced", model, _data())
+
+
+@pytest.mark.parametrize("change", ["parameter", "module", "replaced-module", "replaced-parameter"])
+def test_20_the_model_changes_before_its_first_forward(two: Ranks, change: str) -> None:
+    two.run(_changed_early, change)
+
+
+def _clipped_with_ignored() -> None:
+    """26: sharded and whole parameters under one norm."""
+    alone, model = Net(), Net()
+    ignored = set(model.head.parameters())
+    sw.fully_shard(model, ignored_params=ignored)
+    for each in (alone, model):
+        each(_data()).square().mean().backward()
+    norm = sw.clip_grad_norm(model, 0.01)
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+    assert torch.allclose(norm, expected, rtol=1e-5)
+    for (name, parameter), reference in zip(
+        model.named_parameters(), alone.parameters(), strict=True
+    ):
+        if reference.grad is not None:
+            grad = parameter.grad
+            got = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            assert torch.allclose(got, reference.grad, rtol=1e-4), name
+
+
+def test_26_clipping_with_ignored_parameters(two: Ranks) -> None:
+    two.run(_clipped_with_ignored)
+
+
+def _not_finite(policy: str) -> None:
+    """25: one rank's loss is infinite; every rank decides the same."""
+    from shardwise.trainer.config import OptimConfig
+    from shardwise.trainer.loop import _take_step
+
+    class Summing(Net):
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().sum() * targets
+
+    model = sw.shard(Summing(), sw.Plan.of("zero3", mesh=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = sw.full_state_dict(model)
+    scale = torch.tensor(float("inf") if dist.get_rank() == 1 else 1.0)
+    optim = OptimConfig(nonfinite=policy)
+    _, norm, took = _take_step(model, optimizer, [(_data(), scale)], 8, optim)
+    assert not torch.isfinite(norm)
+    assert took == (policy == "error")
+    if policy == "skip":
+        after = sw.full_state_dict(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        _, norm, took = _take_step(model, optimizer, [(_data(), torch.tensor(1.0))], 8, optim)
+        assert took and torch.isfinite(norm)
+
+
+@pytest.mark.parametrize("policy", ["skip", "error"])
+def test_25_gradients_that_are_not_finite(two: Ranks, policy: str) -> None:
+    two.run(_not_finite, policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed._composable.fsdp as older
 import torch.distributed.fsdp as fsdp
 
 
@@ -15,12 +16,14 @@ def replace_torch_fully_shard() -> Callable[[], None]:
     import shardwise.compat as ours
 
     names = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-    before = {name: getattr(fsdp, name) for name in names}
-    for name in names:
-        setattr(fsdp, name, getattr(ours, name))
+    # The second is an older home of the same names, from which some still import.
+    homes = [(home, name) for home in (fsdp, older) for name in names]
+    before = [(home, name, getattr(home, name)) for home, name in homes if hasattr(home, name)]
+    for home, name, _ in before:
+        setattr(home, name, getattr(ours, name))
 
     def put_back() -> None:
-        for name, value in before.items():
-            setattr(fsdp, name, value)
+        for home, name, value in before:
+            setattr(home, name, value)
 
     return put_back

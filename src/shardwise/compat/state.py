@@ -34,6 +34,7 @@ class State:
         auto_keep: bool,
     ) -> None:
         self.modules, self.units, self.mesh, self.precision = modules, units, mesh, precision
+        self.structures = [guard.Structure(module) for module in modules]
         self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
         self.homes: list[Any] = []  # where this call's parameters went (ties.Home)
         self.lanes: Lanes | None = None
@@ -135,6 +136,8 @@ class State:
             if state not in states:
                 states.append(state)
         for state in states:
+            for structure in state.structures:
+                structure.check()
             for home in state.homes:
                 home.check()
         if self.auto_keep:

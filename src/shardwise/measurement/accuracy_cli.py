@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ def add_parser(kinds: Any) -> None:
     )
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the page of results here")
     parser.add_argument(
+        "--beside",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="results of other machines that the page shows too",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="every path in seconds; its figures mean nothing"
     )
     parser.add_argument(
@@ -69,6 +78,9 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
             raise UserError(f"unknown case {name!r}{nearest(name, _PARTS)}")
     if arguments.simulated:
         names = ("seeds",)
+    for path in arguments.beside:
+        if not path.is_file():
+            raise UserError(f"--beside {path}: there is no such file")
     for path in (arguments.json, arguments.docs):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}")
@@ -91,6 +103,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
         write_docs(
             arguments.docs,
             {"environment": environment, "rows": results.rows, "sweep": results.sweep},
+            *(json.loads(path.read_text()) for path in arguments.beside),
         )
 
 

@@ -23,9 +23,10 @@ take a modelled time); `held-out` configurations were fixed before the model was
 """
 
 
-def write_docs(path: Path, results: dict[str, Any]) -> None:
-    """Write the page, and the plot beside it."""
-    rows: list[Row] = results["rows"]
+def write_docs(path: Path, results: dict[str, Any], *others: dict[str, Any]) -> None:
+    """Write the page, and the plot beside it, from results of one or several machines."""
+    everything = (results, *others)
+    rows: list[Row] = [row for each in everything for row in each["rows"]]
     plot = path.with_name("accuracy.svg")
     plot.write_text(draw_plot(rows), encoding="utf-8")
     lines = [_HEAD, *[f"- {line}" for line in summarize(rows)], ""]
@@ -36,9 +37,9 @@ def write_docs(path: Path, results: dict[str, Any]) -> None:
         members = [row for row in rows if row.get("set") == group]
         lines += _table(f"One GPU, emulated network, {group}", members)
     lines += _sweep(results.get("sweep", []))
-    environment = results["environment"]
-    place = environment.get("gpu") or environment.get("cpu")
-    lines += [f"{place}, torch {environment['torch']}, commit {environment['commit']}.", ""]
+    for environment in (each["environment"] for each in everything):
+        place = environment.get("gpu") or environment.get("cpu")
+        lines += [f"{place}, torch {environment['torch']}, commit {environment['commit']}.", ""]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -24,7 +24,6 @@ from shardwise.planning.plan import DTYPES
 Run = Callable[[], object]
 SPIN_CYCLES = 20_000_000  # about 10 ms: the host queues its launches behind it
 GROUP_S = 0.01  # of kernels between two events
-HEAT_S = 0.06  # of the model's largest product before each group
 GROUPS = 3
 COLD_BYTES = 2**26  # more than a CPU's last cache holds
 UNARY = ("silu", "gelu", "relu", "sigmoid", "neg", "exp", "sqrt", "rsqrt", "clone", "copy", "copy_")
@@ -50,36 +49,20 @@ class KernelTable:
     def measure(self, description: ModelDescription, sizes: Sizes) -> int:
         """Time the kernels that are not known yet; gives how many those were."""
         new = 0
-        heater: Run | None = None
         for part, direction in passes(description):
             for kernel in part.kernels:
                 key = key_of(kernel, direction, sizes)
                 if key not in self.seconds:
-                    heater = heater or self._heater(description, sizes)
-                    self.seconds[key] = self._time(kernel, direction, sizes, heater)
+                    self.seconds[key] = self._time(kernel, direction, sizes)
                     new += 1
         return new
 
-    def _heater(self, description: ModelDescription, sizes: Sizes) -> Run | None:
-        """The model's largest product, which keeps a GPU at the clock that a training step has."""
-        place = torch.device(self.device)
-        products = [
-            (kernel.flops, direction, kernel)
-            for part, direction in passes(description)
-            for kernel in part.kernels
-            if kernel.kind == "matmul"
-        ]
-        if place.type != "cuda" or not products:
-            return None
-        _, direction, kernel = max(products, key=lambda found: found[0])
-        return recipe(kernel, direction, sizes, place)
-
-    def _time(self, kernel: KernelFact, direction: str, sizes: Sizes, heater: Run | None) -> float:
+    def _time(self, kernel: KernelFact, direction: str, sizes: Sizes) -> float:
         place = torch.device(self.device)
         # In a model, operands and results are rarely in a CPU's caches: take turns on many.
         sets = 1 if place.type == "cuda" else int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
         runs = [recipe(kernel, direction, sizes, place) for _ in range(sets)]
-        return time_on(_in_turn(runs), place, quickest=self.quickest, heater=heater)
+        return time_on(_in_turn(runs), place, quickest=self.quickest)
 
     def total(self, part: Pass, direction: str, sizes: Sizes, launch: float = 0.0) -> float:
         """Seconds of a pass: its kernels one after the other, and `launch` for each."""
@@ -263,16 +246,10 @@ _SPECIAL: Mapping[str, Callable[[KernelFact, Sizes, torch.dtype, torch.device], 
 }
 
 
-def time_on(
-    run: Run,
-    device: torch.device,
-    groups: int = GROUPS,
-    quickest: bool = False,
-    heater: Run | None = None,
-) -> float:
+def time_on(run: Run, device: torch.device, groups: int = GROUPS, quickest: bool = False) -> float:
     """Seconds of one run on an otherwise idle device that is kept busy: the median of groups."""
     if device.type == "cuda":
-        return _time_on_cuda(run, groups, heater)
+        return _time_on_cuda(run, groups)
     with torch.no_grad():
         run()
         began = time.perf_counter()
@@ -287,20 +264,13 @@ def time_on(
     return min(samples) if quickest else statistics.median(samples)
 
 
-def _time_on_cuda(run: Run, groups: int, heater: Run | None) -> float:
+def _time_on_cuda(run: Run, groups: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    heats = 0
-    if heater is not None:
-        heats = max(2, int(HEAT_S / max(_time_on_cuda(heater, 1, None), 1e-6)))
 
     def timed(count: int) -> float:
-        # What comes before lets all launches be queued before the first one runs, so that the
-        # host's own time is not measured. A spin leaves the GPU idle, and an idle one clocks up: a
-        # product in a burst is 8 to 12 % quicker than in a step, which the power limit slows.
-        if heater is None:
-            torch.cuda._sleep(SPIN_CYCLES)
-        for _ in range(heats):
-            heater()  # type: ignore[misc]
+        # Behind a spin the launches are all queued before the first one runs, so that the host's
+        # own time is not measured.
+        torch.cuda._sleep(SPIN_CYCLES)
         start.record()
         for _ in range(count):
             run()

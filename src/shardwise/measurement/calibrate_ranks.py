@@ -155,6 +155,15 @@ def measure_links(found: Findings, effort: Effort, tell: Tell) -> None:
     found.share = _measure_share(effort)
 
 
+def _slowest_of_all(seconds: float) -> float:
+    """The same number on every rank: it decides how often they wait for each other."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return seconds
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
 def _timer(
     device: str, effort: Effort, ready: Callable[[], None]
 ) -> Callable[[Callable[[], Any]], Sampled]:
@@ -169,7 +178,7 @@ def _timer(
         began = time.perf_counter()
         call()
         wait()
-        once = time.perf_counter() - began
+        once = _slowest_of_all(time.perf_counter() - began)
         times = max(1, int(effort.seconds / max(once, 1e-7)))
         samples = []
         for _ in range(1 if once > effort.longest_s else effort.samples):

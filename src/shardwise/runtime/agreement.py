@@ -16,6 +16,8 @@ from shardwise.runtime.policy import Policy
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.unit import Unit
 
+_NOTHING = "nothing more"
+
 
 class Agreement:
     """Keeps what the ranks have agreed on."""
@@ -24,6 +26,7 @@ class Agreement:
         self.policy, self.mesh = policy, mesh
         # Every step's unused parameters are compared unless the first step used them all.
         self.first, self.tracks_unused = True, True
+        self.first_pass = True  # units are compared as they run
 
     def check_counts(self, count: int, order: tuple[str, ...]) -> None:
         """Error on every rank when ranks that must move together run different numbers of
@@ -83,26 +86,33 @@ class Agreement:
             raise RuntimeError(message)
         warnings.warn(message, stacklevel=2)
 
-    def check_first_forward(self, order: tuple[str, ...]) -> None:
-        """Error on every rank of a shard group that ran units in different orders, before the
-        backward that would wait for ever.
+    def check_unit(self, name: str, at: int) -> None:
+        """Before each gather of the first pass: error on every rank of a shard group that is about
+        to gather another unit than the others, which would wait for ever or read wrong rows.
         """
-        if self.first:
-            self._check_orders(self.mesh.shard.exchange(order))
+        self._check_same(self.mesh.shard.exchange(name), at)
+
+    def end_first_pass(self, order: tuple[str, ...]) -> None:
+        """A rank that runs fewer units than the others has nothing more to gather."""
+        if self.first_pass:
+            self.first_pass = False
+            self._check_same(self.mesh.shard.exchange(_NOTHING), len(order))
 
     def _check_orders(self, orders: list[tuple[str, ...]]) -> None:
-        """Error that names the first unit at which a shard group's ranks parted."""
-        for at, units in enumerate(zip_longest(*orders, fillvalue="nothing more")):
-            if len(set(units)) > 1:
-                replica = self.mesh.replicate.rank
-                listed = ", ".join(
-                    f"rank {self._rank(replica, s)}: {u}" for s, u in enumerate(units)
-                )
-                raise RuntimeError(
-                    f"ranks of one shard group ran different units as number {at + 1} of a forward "
-                    f"pass ({listed}); they gather together, so what was gathered is not what was "
-                    "asked for. Let every rank run the same modules in the same order"
-                )
+        for at, units in enumerate(zip_longest(*orders, fillvalue=_NOTHING)):
+            self._check_same(list(units), at)
+
+    def _check_same(self, units: Sequence[str], at: int) -> None:
+        """Error that names the unit at which a shard group's ranks parted."""
+        if len(set(units)) <= 1:
+            return
+        replica = self.mesh.replicate.rank
+        listed = ", ".join(f"rank {self._rank(replica, s)}: {u}" for s, u in enumerate(units))
+        raise RuntimeError(
+            f"ranks of one shard group ran different units as number {at + 1} of a forward pass "
+            f"({listed}); they gather together, so what was gathered is not what was asked for. "
+            "Let every rank run the same modules in the same order"
+        )
 
     def settle(
         self, ran: bool, unused: frozenset[str], ready: Sequence[str]

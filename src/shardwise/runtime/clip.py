@@ -34,15 +34,25 @@ def clip_grad_norm(
         total = _norm_of_each(live, engine.mesh.device)
     else:
         total = _norm_of_all(live, engine.mesh)
+    # Parameters outside the engine (ignored ones) are whole on every rank.
+    outside = [p.grad for p in model.parameters() if p.grad is not None and not _is_ours(p)]
+    if outside:
+        theirs = torch.stack([g.norm().float().to(total.device) for g in outside])
+        total = torch.linalg.vector_norm(torch.cat([total.view(1), theirs]))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the global gradient norm is {total.item()}, so gradients cannot be clipped; "
             "skip this step, or lower the learning rate or the loss scale"
         )
-    if live:
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([g.flat for g in live], scale.to(live[0].flat.device))
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for flats in ([g.flat for g in live], outside):
+        if flats:
+            torch._foreach_mul_(flats, scale.to(flats[0].device))
     return total
+
+
+def _is_ours(parameter: nn.Parameter) -> bool:
+    return "_shardwise_engine" in parameter.__dict__
 
 
 def _norm_of_all(live: list[Gradients], mesh: Mesh) -> torch.Tensor:

@@ -133,8 +133,7 @@ class Engine:
                 unit.hide()
             elif unit.is_shown and not unit.options.stays_shown:
                 self.after_forward(unit)
-        if awaits_backward:
-            self.agreement.check_first_forward(self.forward_order.names)
+        self.agreement.end_first_pass(self.forward_order.names)
 
     def before_forward(self, unit: Unit) -> None:
         """Gather the unit and those the order expects next; show it."""
@@ -142,6 +141,8 @@ class Engine:
         if versions.inside_backward():
             self._bring(unit, self.backward_order, unit.options.gather_ahead_backward)
         else:
+            if self.agreement.first_pass:
+                self.agreement.check_unit(unit.name, len(self.forward_order.current))
             self._bring(unit, self.forward_order, unit.options.gather_ahead)
 
     def _bring(self, unit: Unit, order: Order, instead: list[Unit] | None) -> None:
@@ -187,10 +188,18 @@ class Engine:
             self._bring(unit, self.backward_order, unit.options.gather_ahead_backward)
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """All gradients of the unit, or those of all its inputs, are complete: when both are, its
-        backward is over.
+        """All gradients of the unit are complete: its backward is over, unless those of its inputs
+        are still to come.
         """
-        if unit.left == 0 and unit.open_inputs <= 0:
+        if unit.open_inputs <= 0:
+            self.after_backward(unit)
+
+    def inputs_done(self, unit: Unit) -> None:
+        """The gradients of the unit's inputs are complete: its backward is over. Parameters without
+        a gradient by now were not used on this rank; the others reduce at this same moment, and
+        collectives must keep their order.
+        """
+        if not unit.issued and (unit.left == 0 or not unit.untracked):
             self.after_backward(unit)
 
     def after_backward(self, unit: Unit) -> None:
@@ -201,11 +210,11 @@ class Engine:
             unit.free()
         if unit.gradients is None or unit.issued:
             return
+        if self.unseen is not None and self.unseen:
+            self._note_seen(unit)
         unit.expect_gradients()
         unit.issued = True
         self.ready.append(unit)
-        if self.unseen is not None and self.unseen:
-            self.unseen.difference_update(member.name for member in unit.gradients.members)
         if self.policy.during_backward:
             while self.reduced < len(self.reduce_order) and self.reduce_order[self.reduced].issued:
                 self._reduce(self.reduce_order[self.reduced])
@@ -227,7 +236,7 @@ class Engine:
             return
         late = [unit for unit in self.ready if unit.has_gradients]
         for unit in self.reduce_order:
-            if not unit.issued:
+            if not unit.issued or unit in late:
                 self._note_seen(unit)
         for unit in self.reduce_order[self.reduced :]:
             self._reduce(unit)
@@ -310,7 +319,7 @@ class Engine:
         self.reduced = 0
         for unit in self.units:
             unit.issued = False
-            unit.open_inputs = 0
+            unit.open_inputs = unit.untracked = 0
             unit.expect_gradients()
 
     def _reduce_in(self, names: list[str]) -> None:

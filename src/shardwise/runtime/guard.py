@@ -68,6 +68,7 @@ class Structure:
         self._parameters = [module._parameters for module in modules]
         self._known = [list(children.values()) for children in self._children]
         self._count = sum(map(len, self._parameters))
+        self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def check(self) -> None:
         """Error if a module or a parameter was added, removed or replaced since. (A parameter put
@@ -89,10 +90,8 @@ class Structure:
         for name, module in model.named_modules():
             if name and id(module) not in known:
                 return f"the module {name!r} ({type(module).__name__})"
-        for name, parameter in model.named_parameters():
-            if getattr(parameter, "_shardwise_engine", None) is None:
-                return f"the parameter {name!r}"
-        return "a module or a parameter"
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return f"the parameter {min(names ^ self._names, default='?')!r}"
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

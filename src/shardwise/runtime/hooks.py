@@ -116,15 +116,17 @@ class Node:
                     unit.open_inputs += 1
                     watch.consumers.append(partial(self._input_done, unit))
                 return  # the first input tells
+        for unit in units:
+            unit.untracked += 1
 
     def _input_done(self, unit: Unit) -> None:
         unit.open_inputs -= 1
         if unit.gradients is None and unit.open_inputs <= 0:
             if not unit.options.keep_after_backward:
                 unit.free()
-        elif unit.gradients is not None:
+        elif unit.gradients is not None and unit.open_inputs <= 0:
             assert self.engine is not None
-            self.engine.gradient_arrived(unit)
+            self.engine.inputs_done(unit)
 
     @versions.never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:

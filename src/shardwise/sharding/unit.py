@@ -104,6 +104,7 @@ class Unit:
         # already, summed over all ranks already.
         self.left = 0
         self.open_inputs = 0
+        self.untracked = 0  # calls whose inputs carry no gradient, so that nothing tells their end
         self.issued = False
         self.complete = False
         self.gradients: Gradients | None = None
