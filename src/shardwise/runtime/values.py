@@ -9,36 +9,34 @@ from typing import Any
 import torch
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`."""
+_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in `value` that is no tuple, list, set, mapping or dataclass."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple | set):
         for item in value:
-            yield from tensors(item)
+            yield from leaves(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors(item)
+            yield from leaves(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name))
+            yield from leaves(getattr(value, field.name))
+    else:
+        yield value
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def opaque(value: Any) -> Iterator[Any]:
     """Everything in `value` that could hide a tensor from `tensors`."""
-    if isinstance(value, torch.Tensor | str | bytes | int | float | complex | type(None)):
-        return
-    if isinstance(value, list | tuple | set):
-        for item in value:
-            yield from opaque(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from opaque(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from opaque(getattr(value, field.name))
-    else:
-        yield value
+    return (leaf for leaf in leaves(value) if not isinstance(leaf, _PLAIN))
 
 
 def move(value: Any, device: torch.device) -> Any:

@@ -234,6 +234,27 @@ def tensor_parallel_accumulation(api: Api) -> None:
         assert_close(whole(parameter.grad), alone.get_parameter(name).grad, name)
 
 
+@case(4, shape=((2, 1, 2), (1, 2, 2)))
+def tensor_parallel_with_replicas(api: Api, shape: tuple[int, int, int]) -> None:
+    """Three axes: replicas, shards, tensor parallel."""
+    alone, model = twins(Stack)
+    every = mesh(*shape, names=("far", "near", "tp"))
+    _tensor_parallel(model, every["tp"])
+    data = every["far", "near"]
+    wrap(api, model, mesh=data)
+    up = model.layers[0].up.weight
+    assert up.device_mesh.mesh_dim_names == ("far", "near", "tp")
+    assert tuple(up.placements) == (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+    assert tuple(model.head.weight.placements) == (Replicate(), Shard(0))
+    batches = [batch(0, i) for i in range(2)]
+    average_backward(alone, batches)
+    far, near = data.get_local_rank("far"), data.get_local_rank("near")
+    square_loss(model, batches[far * shape[1] + near]).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.placements == parameter.placements, name
+        assert_close(whole(parameter.grad), alone.get_parameter(name).grad, name)
+
+
 # One mesh for everything, with the data-parallel axes named.
 
 
