@@ -76,6 +76,8 @@ def test_there_are_enough_configurations_of_every_kind() -> None:
 def fake_group():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if dist.is_initialized():  # a group of one that another test left
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
