@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 
 
