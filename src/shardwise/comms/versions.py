@@ -1,7 +1,8 @@
 """Where torch versions differ (2.11 to 2.13), and names that torch keeps private and may move.
 
-Three stay where they are used, because they are the thing itself: a module's `_parameters` dict
-(`sharding/unit.py`), its `_compiled_call_impl` (`runtime/hooks.py`), and torch's `_foreach_` calls.
+Some stay where they are used, because they are the thing itself: a module's `_parameters` dict
+(`sharding/unit.py`), its `_compiled_call_impl` (`runtime/hooks.py`), a tensor's `_version` and
+`_base`, and torch's `_foreach_` calls.
 """
 
 from __future__ import annotations
@@ -115,10 +116,6 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 def completed(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose functional collective, if any, has ended."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -75,7 +75,7 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
     comm = versions.symmetric_all_gather(group, backend)
     if comm is None:
         raise RuntimeError(
-            f"torch {torch.__version__} has no all-gather from symmetric memory; it came with 2.12"
+            f"torch {torch.__version__} has no all-gather from symmetric memory; a newer torch has"
         )
     unit.options.custom_gather = comm
 

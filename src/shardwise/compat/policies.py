@@ -14,7 +14,7 @@ from shardwise.sharding.unit import Options
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims
-except ImportError:  # torch before 2.12
+except ImportError:  # an older torch
 
     @dataclass
     class DataParallelMeshDims:  # type: ignore[no-redef]
