@@ -7,8 +7,9 @@ from string import Template
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.reporting.run import REPORT, Run
+from shardwise.reporting.run import Run
 from shardwise.reporting.text import summarize
+from shardwise.run_files import REPORT
 
 # metric, title, d3 format of the axis, factor from the metric to the axis
 _CURVES = (

@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-
-METRICS = "metrics.jsonl"  # one JSON object per logged step
-CONFIG = "config.toml"  # the resolved configuration
-PLAN = "plan.json"
-FACTS = "run.json"  # versions, world, device, what the plan explains
-REPORT = "report.html"
-FILES = (METRICS, CONFIG, PLAN, FACTS, REPORT)
+from shardwise.run_files import CONFIG, FACTS, METRICS, PLAN
 
 
 @dataclass(frozen=True)

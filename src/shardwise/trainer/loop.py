@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import UserError
-from shardwise.reporting.run import CONFIG, FACTS, PLAN
+from shardwise.run_files import CONFIG, FACTS, PLAN
 from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
 from shardwise.trainer.data import Corpus, open_corpus
 from shardwise.trainer.model import LM

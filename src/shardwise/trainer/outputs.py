@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.reporting.run import FILES, METRICS
+from shardwise.run_files import FILES, METRICS
 
 
 @dataclass(frozen=True)

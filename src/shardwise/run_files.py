@@ -1,0 +1,15 @@
+"""The files of a run's directory, by name: written by the trainer and the profiler, read by reports."""
+
+METRICS = "metrics.jsonl"  # one JSON object per logged step
+CONFIG = "config.toml"  # the resolved configuration
+PLAN = "plan.json"
+FACTS = "run.json"  # versions, world, device, what the plan explains
+TIMELINE = "timeline.json"  # one measured step of every rank, with memory by role (a Timeline)
+PREDICTED = "predicted.json"  # the same step as the plan's simulation has it (a Timeline)
+MEMORY = "memory.json"  # what the allocator says: allocated, reserved, active, the limit
+MESSAGES = "messages.json"  # this step's collectives, and the size-to-time curve they should follow
+TRACE = "trace.json"  # the measured step for Perfetto and chrome://tracing
+REPORT = "report.html"
+FILES = (
+    METRICS, CONFIG, PLAN, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, TRACE, REPORT,
+)  # fmt: skip
