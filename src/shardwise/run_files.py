@@ -1,4 +1,4 @@
-"""The files of a run's directory, by name: written by the trainer and the profiler, read by reports."""
+"""The files of a run's directory: the trainer and the profiler write them, reports read them."""
 
 METRICS = "metrics.jsonl"  # one JSON object per logged step
 CONFIG = "config.toml"  # the resolved configuration
