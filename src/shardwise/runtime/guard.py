@@ -9,27 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardwise.runtime.local_step import end_step, step_locally
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
     from shardwise.sharding.unit import Unit
 
 _installed = False
-# Which engines an optimizer's parameters belong to, found once per optimizer and number of
-# parameter groups.
-_engines_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Engine]]]]
-_engines_of = weakref.WeakKeyDictionary()
+_marked = 0  # engines so far
+# Which engines an optimizer's parameters belong to, and what that was found from: how many
+# parameter groups and engines there were.
+_engines_of: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[tuple[int, int], list[weakref.ref[Engine]]]
+] = weakref.WeakKeyDictionary()
 
 
 def watch_optimizers() -> None:
-    """Check every optimizer at its `step` from now on. Installed with the first sharded model, not
-    on import.
+    """Check every optimizer at its `step` from now on, and let those over sharded parameters step
+    on local rows. Installed with the first sharded model, not on import.
     """
     global _installed
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(end_step)
 
 
 def check_memory(units: list[Unit]) -> None:
@@ -52,6 +60,8 @@ def check_memory(units: list[Unit]) -> None:
 
 def mark(engine: Engine) -> None:
     """Let every visible parameter know its engine."""
+    global _marked
+    _marked += 1
     reference = weakref.ref(engine)
     for unit in engine.units:
         for parameter in unit.parameters.visible:
@@ -96,13 +106,16 @@ class Structure:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = _engines_of.get(optimizer)
-    if known is None or known[0] != len(optimizer.param_groups):
-        known = len(optimizer.param_groups), _find_engines(optimizer)
+    found_from = len(optimizer.param_groups), _marked
+    if known is None or known[0] != found_from:
+        known = found_from, _find_engines(optimizer)
         _engines_of[optimizer] = known
     for reference in known[1]:
         engine = reference()
         if engine is not None:
             check_interrupted(engine)
+    if known[1]:
+        step_locally(optimizer, args, kwargs)
 
 
 def _find_engines(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Engine]]:

@@ -17,14 +17,9 @@ import torch
 from torch import nn
 
 from shardwise.runtime.api import engine_of_parameter
+from shardwise.runtime.local_step import ELEMENTWISE
 from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.unit import Unit
-
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
-    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
 
 
 class Segment:

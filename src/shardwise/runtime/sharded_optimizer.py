@@ -19,7 +19,7 @@ from shardwise.comms.versions import all_gather
 from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.placement import Rows
 from shardwise.planning.units import MIB
-from shardwise.runtime.local import ELEMENTWISE
+from shardwise.runtime.local_step import ELEMENTWISE
 
 Share = tuple[int, int, int]  # parameter index, first row, one past the last row
 

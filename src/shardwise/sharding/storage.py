@@ -49,16 +49,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comms import versions
+from shardwise.comms import marks, versions
 from shardwise.planning.placement import Layout, Rows, lay_out
 from shardwise.sharding.forms import Form, Nested
 from shardwise.sharding.mesh import Mesh
+
+
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,13 @@ class Buffer:
         if not self.allocated:
             self._storage.resize_(self._nbytes)
             self.allocated = True
+            if marks.on is not None:
+                marks.on.buffer(self, self._storage.data_ptr(), self._nbytes)
 
     def release(self) -> None:
         if self.allocated and not self._fixed:
+            if marks.on is not None:
+                marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
             self._storage.resize_(0)
             self.allocated = False
 
@@ -165,11 +173,10 @@ class Parameters:
 
     @property
     def version(self) -> int:
-        """Grows with every write to the masters: through the flat buffer, the parameters (a DTensor
-        counts for itself) or their local tensors.
+        """Grows with every write to the masters: through the flat buffer, its views (the local
+        tensors) or the parameters (a DTensor counts for itself).
         """
-        parameters = sum(v._version for v in self.visible)
-        return self.master._version + parameters + versions.local_of(self.visible[0])._version
+        return self.master._version + sum(map(_VERSION, self.visible))
 
     @property
     def checksums(self) -> dict[str, int] | None:
@@ -201,6 +208,8 @@ class Parameters:
         visible = nn.Parameter(
             member.form(rows, self.mesh).wrap(local), requires_grad=original.requires_grad
         )
+        # nn.Parameter detaches, which would give the local tensor a version counter of its own.
+        versions.set_local(cast(DTensor, visible), local)
         visible.__dict__.update(original.__dict__)
         if member.sharded:
             visible.grad = original.grad
