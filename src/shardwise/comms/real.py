@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comms import recording, versions
+from shardwise.comms import marks, recording, versions
 
 
 class Handle(Protocol):
@@ -71,8 +71,8 @@ class Group:
             return DONE
         self._note("all_gather", output)
         if custom is not None:
-            return custom(output, input, self.group, async_op=True) or DONE
-        return versions.all_gather(output, input, self.group)
+            return marks.issued(custom(output, input, self.group, async_op=True) or DONE)
+        return marks.issued(versions.all_gather(output, input, self.group))
 
     def all_gather_grouped(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -91,15 +91,16 @@ class Group:
         """The sum over ranks of everybody's `input`; this rank gets its equal part of it."""
         self._note("reduce_scatter", input)
         if custom is not None:
-            return custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True) or DONE
-        return versions.reduce_scatter(output, input, self.group)
+            handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
+            return marks.issued(handle or DONE)
+        return marks.issued(versions.reduce_scatter(output, input, self.group))
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """The sum over ranks, in place."""
         if self.size == 1:
             return DONE
         self._note("all_reduce", tensor)
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return marks.issued(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The first rank's values on every rank."""
@@ -117,3 +118,6 @@ class Group:
     def _note(self, name: str, tensor: torch.Tensor) -> None:
         if recording.open_records:
             recording.note(name, self.axis, tensor.numel() * tensor.element_size(), self.size)
+        if marks.on is not None:
+            members = tuple(dist.get_process_group_ranks(self.group))
+            marks.on.call(name, self.axis, tensor.numel() * tensor.element_size(), members)

@@ -16,7 +16,7 @@ import weakref
 import torch
 from torch import nn
 
-from shardwise.comms import versions
+from shardwise.comms import marks, versions
 from shardwise.comms.lanes import Lanes
 from shardwise.planning.plan import Plan
 from shardwise.runtime import guard
@@ -99,6 +99,8 @@ class Engine:
         gradients' memory goes.
         """
         self.forward_root = node
+        if marks.on is not None:
+            marks.on.begin_forward()
         guard.check_interrupted(self)
         if self.backward_runs:
             self._abandon_backward()
@@ -253,6 +255,8 @@ class Engine:
     def _close_backward(self) -> None:
         """Give back what only backward needed."""
         self._reset_backward()
+        if marks.on is not None:
+            marks.on.turn("", "optimizer")
         for unit in self.units:
             if unit.options.keep_after_backward:
                 continue

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.comms import versions
+from shardwise.comms import marks, versions
 from shardwise.runtime import values
 from shardwise.runtime.explain import explain
 from shardwise.sharding.unit import State, Unit
@@ -94,7 +94,13 @@ class Node:
                 engine.before_forward(unit)
         if self.tracks_inputs and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
+        if marks.on is not None:
+            marks.on.enter(self._unit_name, "backward" if versions.inside_backward() else "forward")
         return args, kwargs
+
+    @property
+    def _unit_name(self) -> str:
+        return self.units[-1].name if self.units else ""
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> None:
         """When the gradient of an input is complete, this module's backward is over."""
@@ -133,6 +139,8 @@ class Node:
         """After forward: watch the outputs for backward's arrival; let the units go."""
         engine = self.engine
         assert engine is not None
+        if marks.on is not None:
+            marks.on.leave()
         if self.output_dtype is not None:
             output = values.cast(output, self.output_dtype)
         watched = (
@@ -196,6 +204,8 @@ class Node:
         engine.open_backward()
         for unit in self.units:
             engine.before_backward(unit)
+        if marks.on is not None and self.units:
+            marks.on.turn(self._unit_name, "backward")
 
 
 class Watch:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shardwise.comms import versions
+from shardwise.comms import marks, versions
 from shardwise.comms.lanes import Lane, Lanes
 from shardwise.comms.real import DONE, Handle
 from shardwise.planning.placement import Rows
@@ -90,7 +90,7 @@ class Reducer:
         found = take_gradients(gradients)
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
-        with lane.behind_compute():
+        with marks.range("pack", unit.name), lane.behind_compute():
             own = len(found) == 1 and found[0].dtype == unit.reduce_dtype  # it is its own slot
             reused = gradients.slot if not (adds_up or own or custom) else None
             if reused is not None:
@@ -194,7 +194,7 @@ class Reducer:
         if slot is scattered:
             yield lane, DONE
         else:
-            with lane.enter():
+            with marks.range("reduce", unit.name), lane.enter():
                 handle = unit.mesh.scatter.reduce_scatter(
                     scattered, slot, unit.options.custom_scatter
                 )
@@ -218,7 +218,7 @@ class Reducer:
         if unit.mesh.replicate.size > 1:
             lane, self._crossed = self.replica_lane, True
             lane.follow(self.scatter_lane)
-            with lane.behind_compute():
+            with marks.range("reduce", unit.name), lane.behind_compute():
                 handle = unit.mesh.replicate.all_reduce(scattered)
             yield lane, handle
         if options.after_reduce is not None:
@@ -229,7 +229,7 @@ class Reducer:
                 scattered.div_(options.divide_after)
         if scattered is not gradients.flat:
             flat = gradients.flat
-            with lane.behind_compute():
+            with marks.range("add", unit.name), lane.behind_compute():
                 if gradients.offload is not None:
                     self._offloads = True
                     scattered = scattered.to(flat.device) if not overwrites else scattered

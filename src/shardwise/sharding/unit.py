@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from shardwise.comms import marks
 from shardwise.comms.lanes import Lane
 from shardwise.comms.real import DONE, Handle
 from shardwise.sharding.extended import ExtendedParameters, ExtendedRoute, is_extended
@@ -270,7 +271,7 @@ class Unit:
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.
         if self.lane.ordered or not route.stages:
             p.buffer.allocate()
-        with self.lane.behind_compute():
+        with marks.range("gather", self.name), self.lane.behind_compute():
             handle, unpack = route.start()
             if self.lane.ordered:
                 handle.wait()
@@ -284,8 +285,9 @@ class Unit:
         if self.state is not State.GATHERING:
             return
         self.lane.join(self._handle)
-        self.parameters.buffer.allocate()
-        self._unpack()
+        with marks.range("copy-out", self.name):
+            self.parameters.buffer.allocate()
+            self._unpack()
         self._handle, self._unpack = DONE, nothing_to_unpack
         if self._route is self.kept_route and self.kept_buffer is not None:
             self.kept_buffer.release()
