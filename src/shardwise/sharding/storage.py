@@ -61,7 +61,6 @@ from shardwise.planning.placement import Layout, Rows, lay_out
 from shardwise.sharding.forms import Form, Nested
 from shardwise.sharding.mesh import Mesh
 
-
 _VERSION = attrgetter("_version")
 
 
