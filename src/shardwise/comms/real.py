@@ -55,7 +55,6 @@ class Group:
         self.group = group
         self.size = size
         self.rank = rank
-        self.groups_calls = dist.get_backend(group) == "nccl"
         self.control = (
             control  # moves small host values; None where no peer exists to answer (a fake group)
         )
@@ -77,13 +76,9 @@ class Group:
     def all_gather_grouped(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Many gathers as one grouped call where the backend has it (NCCL), else one call each."""
-        if not self.groups_calls:
-            return All([self.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)])
-        with versions.coalescing(self.group, outputs[0].device) as under_way:
-            for output, input in zip(outputs, inputs, strict=True):
-                self.all_gather(output, input)
-        return under_way
+        """Many gathers as one grouped call; each input may be this rank's part of its output."""
+        self._note("all_gather", *outputs)
+        return marks.issued(versions.all_gather_grouped(outputs, inputs, self.group))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
@@ -115,9 +110,10 @@ class Group:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def _note(self, name: str, tensor: torch.Tensor) -> None:
-        if recording.open_records:
-            recording.note(name, self.axis, tensor.numel() * tensor.element_size(), self.size)
-        if marks.on is not None:
-            members = tuple(dist.get_process_group_ranks(self.group))
-            marks.on.call(name, self.axis, tensor.numel() * tensor.element_size(), members)
+    def _note(self, name: str, *tensors: torch.Tensor) -> None:
+        if recording.open_records or marks.on is not None:
+            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            recording.note(name, self.axis, nbytes, self.size)
+            if marks.on is not None:
+                members = tuple(dist.get_process_group_ranks(self.group))
+                marks.on.call(name, self.axis, nbytes, members)

@@ -8,7 +8,8 @@ Some stay where they are used, because they are the thing itself: a module's `_p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +29,11 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
+_GROUPED = (
+    "all_gather_single_coalesced"
+    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
@@ -38,9 +44,13 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any
     return getattr(dist, REDUCE_SCATTER)(output, input, group=group, async_op=True)
 
 
-def coalescing(group: Any, device: torch.device) -> Any:
-    """A context whose collectives are issued as one grouped call; its value has `wait()`."""
-    return dist._coalescing_manager(group=group, device=device, async_ops=True)
+def all_gather_grouped(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
+) -> Any:
+    """Many gathers in one call of the backend, each into its own place."""
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    return getattr(group, _GROUPED)(outputs, inputs, options)
 
 
 def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> None:
@@ -139,3 +149,19 @@ def symmetric_all_gather(group: Any, backend: str) -> Any:
 
     made = getattr(_fsdp_collectives, "SymmMemAllGather", None)
     return None if made is None else made(group, backend)
+
+
+_RUNTIME = re.compile(r"cu(da)?[A-Z]")
+
+
+def activity_of(event: Any) -> str:
+    """What an event of torch's profiler is. 2.11 does not say: there the name tells."""
+    if hasattr(event, "activity_type"):
+        return str(event.activity_type())
+    name = event.name()
+    if event.is_user_annotation():
+        return "user_annotation" if event.device_type().name == "CPU" else "gpu_user_annotation"
+    if event.device_type().name == "CPU":
+        return "cuda_runtime" if _RUNTIME.match(name) else "cpu_op"
+    copies = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
+    return copies.get(name[:6], "kernel")

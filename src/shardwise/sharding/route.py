@@ -14,9 +14,9 @@ from shardwise.planning.placement import Layout, Rows
 
 Unpack = Callable[[], None]
 
-# gloo, measured on 2 ranks (`shardwise bench gather`): from this mean size of a tensor on, calls of
-# their own that write it in place pay: 1.8 times the packed step at 256 KiB, 0.78 at 1 MiB.
-EACH_FROM_BYTES = 2**20
+# From this mean size of a tensor on, gathering straight into place pays. gloo, measured on 2 ranks
+# (`shardwise bench gather`), one call each: 1.8 times the packed step at 256 KiB, 0.78 at 1 MiB.
+IN_PLACE_FROM_BYTES = 2**20
 
 
 def nothing_to_unpack() -> None:
@@ -79,7 +79,8 @@ class Route:
         if mode != "auto":
             return mode
         mean = self.full.numel() * self.full.element_size() / len(self.parts)
-        return "each" if self.full.device.type == "cpu" and mean >= EACH_FROM_BYTES else "packed"
+        large = mean >= IN_PLACE_FROM_BYTES
+        return "each" if large and self.full.device.type == "cpu" else "packed"
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""
