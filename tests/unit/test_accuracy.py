@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from shardwise.measurement.accuracy_calibrate import Calibration
 from shardwise.measurement.accuracy_cases import CASES
 from shardwise.measurement.accuracy_docs import draw_plot, write_docs
 from shardwise.measurement.accuracy_gpu import describe_case, predict, sizes_of
-from shardwise.measurement.accuracy_kernels import KernelTable, passes
+from shardwise.measurement.accuracy_replay import PAUSE_S, Beside, in_step_order, replay
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_seed_000_is_within_5_percent_of_each_mode() -> None:
@@ -92,7 +95,7 @@ def test_the_device_part_runs_and_goes_on_where_it_stopped(fake_group, tmp_path:
     results = accuracy.Results.open(path, {}, "")
     accuracy.run_device(results, "cpu", quick=True, cases=chosen[:2])
     again = accuracy.Results.open(path, {}, "")
-    assert [row["case"] for row in again.rows] == ["b1", "b2"] and again.calibration["kernels"]
+    assert [row["case"] for row in again.rows] == ["b1", "b2"] and again.calibration["device"]
     accuracy.run_device(again, "cpu", quick=True, cases=chosen)
     held = json.loads(path.read_text())
     assert [row["case"] for row in held["rows"]] == ["b1", "b2", "h5", "h6"]
@@ -122,25 +125,65 @@ def test_a_failing_case_does_not_cost_the_others(
 
 def test_memory_of_the_committed_h200_steps() -> None:
     """Two steps that an H200 ran for `bench step`: their peaks, above what was there before."""
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
     measured = {
         row["case"]: row["ours"]["peak_bytes"]
-        for row in json.loads((folder / "step-h200.json").read_text())["rows"]
+        for row in json.loads((RESULTS / "step-h200.json").read_text())["rows"]
     }
     base = Cluster.load("h200x8")
     flat = Calibration(1e-6, 4e12, {}, 1e-5, 1e-4, 1e-4, 0)
     for batch, name in ((4, "h200-4x2048-free"), (1, "h200-1x2048-free")):
         case = CASES[0].__class__("x", "build", CASES[0].shape, "zero3", batch, 2048)
-        traced = describe_case(case, "cuda")
-        table = KernelTable("cuda")
-        sizes = sizes_of(case)
-        from shardwise.measurement.accuracy_kernels import key_of
-
-        for part, direction in passes(traced[1]):
-            for kernel in part.kernels:
-                table.seconds[key_of(kernel, direction, sizes)] = 1e-5
-        predicted = predict(case, traced, flat, table, base)
+        predicted = predict(case, describe_case(case, "cuda"), flat, base, "cuda")
         assert predicted.peak_bytes == pytest.approx(measured[name], rel=0.03)
+
+
+def test_time_of_the_committed_h200_steps() -> None:
+    """Held-out steps from the rates that `calibrate` measured: no kernel of theirs was timed."""
+    held = json.loads((RESULTS / "accuracy-h200.json").read_text())
+    measured = {row["case"]: row["measured_ms"] for row in held["rows"]}
+    calibration = Calibration(**held["calibration"]["device"])
+    base = Cluster.load("h200x8-measured")
+    errors = []
+    for case in CASES:
+        if case.group == "held-out":
+            predicted = predict(case, describe_case(case, "cuda"), calibration, base, "cuda")
+            errors.append(abs(predicted.step_ms / measured[case.name] - 1))
+    assert len(errors) == 11
+    assert max(errors) < 0.1 and sum(errors) / len(errors) < 0.05
+
+
+def test_a_replay_times_every_pass_of_the_step() -> None:
+    """Equal passes get equal times; pauses that take longer than asked for are noticed."""
+    case = next(case for case in CASES if case.checkpoint != "none").quick()
+    _, described = describe_case(case, "cpu")
+    order = [part for part, _ in in_step_order(described) if part.kernels]
+    paused = []
+
+    def pause() -> None:
+        paused.append(len(paused))
+        time.sleep(3 * PAUSE_S)
+
+    beside = Beside(1e-4, 1e9, pauses=5 * PAUSE_S, pause=pause)
+    found = replay(described, sizes_of(case), "cpu", beside, settle_s=0.0, timed_s=0.0)
+    assert [id(part) for part, _ in found.passes] == [id(part) for part in order]
+    seconds = {part.kernels: s for part, s in found.passes}
+    assert len(seconds) < len(order) and all(s > 0 for s in seconds.values())
+    assert all(seconds[part.kernels] == s for part, s in found.passes)
+    assert sum(s for _, s in found.passes) == pytest.approx(found.settled_s)
+    assert found.slowdown > 2.5 and len(paused) % 5 == 0
+    recomputed = [segment.recompute for _, segment in described.segments if segment.checkpointed]
+    assert recomputed and all(any(part is done for done in order) for part in recomputed)
+
+
+def test_a_slower_clock_makes_the_emulated_network_slower() -> None:
+    case = next(case for case in CASES if case.name == "h1")
+    traced = describe_case(case, "cuda")
+    flat = Calibration(1e-6, 4e12, {}, 1e-6, 1e-6, 1e-6, 0)
+    base = Cluster.load("h200x8")
+    steps = [predict(case, traced, flat, base, "cuda", slowdown=s).timeline for s in (1.0, 1.2)]
+    exposed = [step.breakdown().exposed_transfer for step in steps]
+    assert exposed[1] > exposed[0]
+    assert steps[0].breakdown().compute == steps[1].breakdown().compute
 
 
 def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:

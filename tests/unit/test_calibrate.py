@@ -39,7 +39,7 @@ def test_one_gpu_is_measured_and_its_links_are_taken_from_a_named_cluster(monkey
     assert cluster.communication_share_of_compute == h100.communication_share_of_compute
     assert cluster.device.rate_of("bfloat16").peak == 4e14
     assert cluster.device.attention_fraction == 0.5
-    assert cluster.host.op_s == pytest.approx(1.8e-5)
+    assert cluster.host.op_s == 2e-5  # the host does not run the kernel
     assert not cluster.host.communicates
     sources = dict(cluster.sources)
     assert sources["level.0.bandwidth_bytes_per_s"].startswith("cluster h100x8: ")

@@ -20,7 +20,7 @@ from shardwise.description.cluster import (
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
 from shardwise.errors import UserError
 
-NAMES = ("a100x8", "b200x8", "cpu-gloo", "h100x8", "h200x8", "tpu-v5p", "v100x8")
+NAMES = ("a100x8", "b200x8", "cpu-gloo", "h100x8", "h200x8", "h200x8-measured", "tpu-v5p", "v100x8")
 
 
 def test_the_packaged_clusters() -> None:
@@ -41,7 +41,7 @@ def test_every_number_has_a_source_and_the_file_round_trips(name: str) -> None:
     assert dict(again.sources) == dict(cluster.sources)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("x8")])
+@pytest.mark.parametrize("name", [n for n in NAMES if "x8" in n])
 def test_gpu_nodes_have_eight_devices_and_slower_links_between_them(name: str) -> None:
     cluster = Cluster.load(name)
     inner, outer = cluster.levels

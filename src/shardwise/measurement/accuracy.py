@@ -21,7 +21,6 @@ from shardwise.measurement import accuracy_seeds
 from shardwise.measurement.accuracy_calibrate import Calibration, calibrate_device
 from shardwise.measurement.accuracy_cases import CASES, WORLD, AccuracyCase
 from shardwise.measurement.accuracy_gpu import run_case
-from shardwise.measurement.accuracy_kernels import KernelTable
 
 Row = dict[str, Any]
 PARTS = ("seeds", "gloo", "h200")
@@ -123,11 +122,10 @@ def run_device(
         return
     _join_fake_group()
     base = Cluster.load("h200x8")
-    calibration = _calibration(results, device)
-    table = KernelTable(device, results.calibration.setdefault("kernels", {}))
+    calibration = _calibration(results, device, quick)
     for case in todo:
         try:
-            row = run_case(case, calibration, table, base, say)
+            row = run_case(case, calibration, base, device, say)
         except Exception as error:  # one case must not cost the others
             traceback.print_exc()
             row = {"case": case.name, "mode": case.describe(), "error": f"{error}"}
@@ -147,12 +145,12 @@ def _join_fake_group() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
 
 
-def _calibration(results: Results, device: str) -> Calibration:
+def _calibration(results: Results, device: str, quick: bool) -> Calibration:
     held = results.calibration.get("device")
     if held is not None:
         return Calibration(**held)
     say("timing copies, the smallest kernel and the host")
-    calibration = calibrate_device(device)
+    calibration = calibrate_device(device, 3) if quick else calibrate_device(device)
     results.calibration["device"] = dataclasses.asdict(calibration)
     results.write()
     return calibration

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comms.emulated import Network, emulate
 from shardwise.description.cluster import Cluster, Level, Protocol
 from shardwise.measurement import memory
 from shardwise.measurement.accuracy_kernels import time_on
-from shardwise.measurement.benchmark import Step
 from shardwise.measurement.engines import OPTIMIZER
 from shardwise.measurement.models import LM, Shape, compute_loss
 from shardwise.planning.describe import describe
@@ -35,7 +34,9 @@ class Calibration:
     copy_rates: dict[str, float]  # the engine's own copies, and the optimizer's update
     op_s: float  # host seconds for one operator of a model, forward or backward
     unit_s: float  # host seconds of the engine to gather or reduce one unit
-    whole_unit_s: float  # the same where nothing is sharded: to cast or reduce one
+    # Where nothing is sharded: to cast one. All are cast before the first kernel can be issued, so
+    # this shows in the step; reducing one takes longer, but beside backward, where it does not.
+    whole_unit_s: float
     library_bytes: int  # what libraries hold on the device
 
     def apply(self, base: Cluster, network: Network, whole: bool = False) -> Cluster:
@@ -62,8 +63,8 @@ class Calibration:
         )
 
 
-def calibrate_device(device: str) -> Calibration:
-    """Time copies, the smallest kernel and the host."""
+def calibrate_device(device: str, rounds: int = 15) -> Calibration:
+    """Time copies, the smallest kernel and, in so many rounds, the host."""
     place = torch.device(device)
     if place.type == "cuda":
         _warm_up(place)
@@ -72,7 +73,7 @@ def calibrate_device(device: str) -> Calibration:
     small = torch.zeros(1, device=place)
     kernel = time_on(lambda: small.add_(1), place)
     rates = _copy_rates(place, size)
-    op_s, unit_s, whole_unit_s = _host_seconds(device)
+    op_s, unit_s, whole_unit_s = _host_seconds(device, rounds)
     library = memory.free_device() if place.type == "cuda" else 0
     return Calibration(kernel, stream, rates, op_s, unit_s, whole_unit_s, library)
 
@@ -131,10 +132,10 @@ def _copy_rates(place: torch.device, size: int) -> dict[str, float]:
     return {name: moved[name] / seconds[name] for name in seconds}
 
 
-def _host_seconds(device: str) -> tuple[float, float, float]:
+def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
     """Host seconds per operator; per move of a unit (gathered for forward and for backward,
-    reduced); and per move where nothing is sharded (cast, reduced). On a model too small for the
-    device to matter.
+    reduced); and per cast of one where nothing is sharded. On a model too small for the device to
+    matter.
     """
     tokens = torch.zeros((1, 32), dtype=torch.int64, device=device)
     with torch.device("meta"):
@@ -149,38 +150,46 @@ def _host_seconds(device: str) -> tuple[float, float, float]:
     )
     launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
     torch.manual_seed(0)
-    plain = LM(TINY).to(device, torch.bfloat16)
+    bare = _time_host(LM(TINY).to(device, torch.bfloat16), tokens, rounds)
+    op_s = bare.step / launches
 
-    def step_of(model: nn.Module) -> Step:
-        def step() -> None:
-            compute_loss(model, tokens, tokens).backward()
-            model.zero_grad()
-
-        return step
-
-    bare = _time_host(step_of(plain), device)
-    op_s = bare / launches
-
-    def per_move(plan: Plan, moves: int) -> float:
+    def beyond(plan: Plan) -> HostTime:
+        """The engine's own seconds, per unit."""
         engine = LM(TINY).to(device)
         shard(engine, plan)
         with emulate(Network()):
-            taken = _time_host(step_of(engine), device)
+            taken = _time_host(engine, tokens, rounds)
         units = len(plan.resolve(sketch).require_units())
-        return max(0.0, taken - bare) / (moves * units)
+        return HostTime(
+            max(0.0, taken.forward - bare.forward) / units, max(0.0, taken.step - bare.step) / units
+        )
 
     whole = dataclasses.replace(plan, name="ddp", mesh=(plan.world, 1), bucket_bytes=2**16)
-    return op_s, per_move(plan, 3), per_move(whole, 2)
+    return op_s, beyond(plan).step / 3, beyond(whole).forward
 
 
-def _time_host(step: Step, device: str, rounds: int = 15) -> float:
-    """Seconds until the step's call returns, the device being idle before."""
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds until the calls of a forward, and of it and its backward, return."""
+
+    forward: float
+    step: float
+
+
+def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> HostTime:
+    """Medians, the device being idle before."""
     samples = []
-    for i in range(rounds + 5):
-        if device == "cuda":
+    warm_up = rounds // 3
+    for _ in range(rounds + warm_up):
+        if tokens.is_cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        step()
-        if i >= 5:
-            samples.append(time.perf_counter() - began)
-    return statistics.median(samples)
+        loss = compute_loss(model, tokens, tokens)
+        forward = time.perf_counter() - began
+        loss.backward()
+        samples.append(HostTime(forward, time.perf_counter() - began))
+        model.zero_grad()
+    samples = samples[warm_up:]
+    return HostTime(
+        statistics.median(s.forward for s in samples), statistics.median(s.step for s in samples)
+    )

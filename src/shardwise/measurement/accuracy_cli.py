@@ -16,9 +16,10 @@ parts:
           8, a graph-level schedule on 128), predicted from cluster constants with their sources
   gloo    two real CPU ranks: calibrates this machine, predicts a step of ddp, zero1, zero2 and
           zero3, then measures it
-  h200    one GPU: times its kernels, copies and host alone, then predicts and measures training
-          steps of one rank of an emulated 8-rank group. `build` rows corrected the model,
-          `held-out` rows are the claim. Skipped without a CUDA device
+  h200    one GPU: times its copies and host alone, replays a model's kernels without the engine,
+          then predicts and measures training steps of one rank of an emulated 8-rank group.
+          `build` rows corrected the model, `held-out` rows are the claim. Skipped without a CUDA
+          device
 
 Rows are written as they come; run the same command again to go on after an interruption. With
 --docs, docs/accuracy.md and its plot are written from the file.

@@ -16,10 +16,14 @@ _HEAD = """\
 
 Written by `shardwise bench accuracy`; do not edit. Predictions of seeds use nothing of the figures
 they are compared with: one GPU's micro-batch times, cluster constants with their sources
-(`src/shardwise/description/clusters`), and the models' sizes. Predictions on a GPU use kernels,
-copies and a host that were timed alone in the same run. The collectives there are emulated (they
-take a modelled time); `held-out` configurations were fixed before the model was corrected with the
-`build` ones. Rows marked *order* claim their order only: the document gives no shape or batch.
+(`src/shardwise/description/clusters`), and the models' sizes. Predictions on a GPU use copies and
+a host that were timed alone in the same run, and the kernels of the described model: they are
+replayed in the step's order without the engine, amid as many copies and pauses as the step is
+predicted to have, for a second until the GPU's clock has settled under its power limit and for
+another in which they are timed. Steps are timed likewise, and are means over a second. The
+collectives there are emulated (they take a modelled time); `held-out` configurations were fixed
+before the model was corrected with the `build` ones. Rows marked *order* claim their order only:
+the document gives no shape or batch.
 """
 
 

@@ -2,7 +2,8 @@
 
 Each distinct kernel of a described model runs by itself, at its own shape and dtype, on random
 values (a matrix product's power, and so its clock, depends on them). Nothing of a training step is
-timed here.
+timed here. On a GPU the clock depends on what runs before and after, too: `accuracy_replay` runs
+the same recipes in a step's order.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from shardwise.description.cluster import COLLECTIVES
 from shardwise.measurement.benchmark import spread
 
 Tell = Callable[[str], None]
+LAUNCH_CYCLES = 40_000  # of a GPU, while its host launches one kernel: about 20 us
+MOST_LAUNCHES = 400  # fewer than a stream holds before the host has to wait
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Sampled:
 
     value: float
     spread: float
+
+
+Timer = Callable[[Callable[[], Any]], Sampled]
 
 
 @dataclass(frozen=True)
@@ -164,20 +169,17 @@ def _slowest_of_all(seconds: float) -> float:
     return float(slowest)
 
 
-def _timer(
-    device: str, effort: Effort, ready: Callable[[], None]
-) -> Callable[[Callable[[], Any]], Sampled]:
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
+def _timer(device: str, effort: Effort, ready: Callable[[], None]) -> Timer:
+    """What times calls on this device."""
+    return _timer_on_cuda(effort) if device == "cuda" else _timer_on_host(effort, ready)
 
+
+def _timer_on_host(effort: Effort, ready: Callable[[], None]) -> Timer:
     def timer(call: Callable[[], Any]) -> Sampled:
         """Seconds of one call, repeated often enough for the clock."""
         call()
-        wait()
         began = time.perf_counter()
         call()
-        wait()
         once = _slowest_of_all(time.perf_counter() - began)
         times = max(1, int(effort.seconds / max(once, 1e-7)))
         samples = []
@@ -186,9 +188,33 @@ def _timer(
             began = time.perf_counter()
             for _ in range(times):
                 call()
-            wait()
             samples.append((time.perf_counter() - began) / times)
         return effort.pick(samples)
+
+    return timer
+
+
+def _timer_on_cuda(effort: Effort) -> Timer:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample(call: Callable[[], Any], times: int) -> float:
+        # Launches queue up behind a spin, so that the host's own time is not measured. Between long
+        # kernels it is next to nothing: the clock is that of a device under load.
+        torch.cuda._sleep(times * LAUNCH_CYCLES)
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    def timer(call: Callable[[], Any]) -> Sampled:
+        """Device seconds of one call."""
+        sample(call, 2)
+        once = sample(call, 2)
+        times = max(1, min(MOST_LAUNCHES, int(effort.seconds / max(once, 1e-7))))
+        count = 1 if once > effort.longest_s else effort.samples
+        return effort.pick([sample(call, times) for _ in range(count)])
 
     return timer
 
@@ -200,7 +226,7 @@ def _invert(seconds: Sampled, work: float) -> Sampled:
 
 
 def _measure_products(
-    device: str, dtype: str, effort: Effort, timer: Callable[[Callable[[], Any]], Sampled]
+    device: str, dtype: str, effort: Effort, timer: Timer
 ) -> list[tuple[int, int, int, Sampled]]:
     rows = []
     for m, n, k in effort.shapes:
@@ -217,9 +243,7 @@ def _bind(product: Any, a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Any]:
     return lambda: product(a, b, out=out)
 
 
-def _measure_attention(
-    device: str, dtype: str, effort: Effort, timer: Callable[[Callable[[], Any]], Sampled]
-) -> Sampled:
+def _measure_attention(device: str, dtype: str, effort: Effort, timer: Timer) -> Sampled:
     """Causal attention, forward and backward; FLOPs as a description counts them."""
     batch, heads, length, width = effort.attention
     shape = (batch, heads, length, width)
