@@ -40,6 +40,10 @@ class Reduction:
         if self.lane.ordered:
             self._queue_rest()
             self.released = packed or self.lane.mark()
+            return
+        # A host goes on to the first thing that takes time: without shards, the all-reduce.
+        while self.waiting_for is not None and self.waiting_for[1] is DONE:
+            self.waiting_for = next(self.steps, None)
 
     def _queue_rest(self) -> None:
         """Streams take the remaining steps now; none of it blocks the host."""
