@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -44,8 +45,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.kernels.attention_configs import Backward, Stash, Tiles
 from shardwise.kernels.attention_reference import plain_attention
 
-BOUNDS = {"bf16": 1e-2, "fp32": 1e-5}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BOUNDS = {"bf16": 1e-2, "fp32": 1e-5, "tf32": 1e-3}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 CHECK_LENGTH = 1024
 WORKERS = 12
 HANG = 60.0  # seconds for one candidate, compiling included
@@ -54,7 +55,7 @@ HANG = 60.0  # seconds for one candidate, compiling included
 class Problem(NamedTuple):
     heads: int
     width: int
-    kind: str  # bf16 or fp32
+    kind: str  # bf16, fp32 or tf32
 
     def __str__(self) -> str:
         return f"{self.heads}x{self.width}-{self.kind}"
@@ -65,10 +66,11 @@ PROBLEMS = {
     for p in (
         Problem(16, 128, "bf16"), Problem(16, 64, "bf16"), Problem(1, 128, "bf16"),
         Problem(1, 64, "bf16"), Problem(1, 16, "bf16"), Problem(1, 128, "fp32"),
-        Problem(1, 64, "fp32"), Problem(1, 16, "fp32"),
+        Problem(1, 64, "fp32"), Problem(1, 16, "fp32"), Problem(1, 128, "tf32"),
+        Problem(1, 64, "tf32"), Problem(1, 16, "tf32"),
     )
 }  # fmt: skip
-LENGTHS = {16: (32768, 8192), 1: (32768, 8192, 1024)}
+LENGTHS = (32768, 8192, 1024)
 
 
 def pointers(*sizes: int) -> Tiles:
@@ -77,6 +79,10 @@ def pointers(*sizes: int) -> Tiles:
 
 def parts(*sizes: int, tma: bool = True) -> Tiles:
     return Tiles(*sizes, tma=tma, split=True)
+
+
+def joined(dkdv: Tiles, dq: Tiles, roles: int = 2) -> Backward:
+    return Backward(dkdv, dq, joined=roles)
 
 
 def hopper(*sizes: int) -> Tiles:
@@ -111,23 +117,59 @@ SMALL_BACKWARD = {
     "64x64, 64x64": Backward(pointers(64, 64, 4, 2), pointers(64, 64, 4, 2)),
     "32x64, 64x32": Backward(pointers(32, 64, 4, 2), pointers(64, 32, 4, 3)),
     "64x64-tma, 128x64": Backward(Tiles(64, 64, 4, 2), pointers(128, 64, 8, 3)),
+    "joined-64x64": joined(pointers(64, 64, 4, 2), pointers(64, 64, 4, 2)),
+    "joined-32x64, 64x32": joined(pointers(32, 64, 4, 2), pointers(64, 32, 4, 2)),
 }
 FP32_FORWARD = {
     "parts-128x32-w8": parts(128, 32, 8, 2, tma=False),
     "parts-64x64-s2": parts(64, 64, 4, 2, tma=False),
     "parts-64x64-s3": parts(64, 64, 4, 3, tma=False),
     "parts-64x32": parts(64, 32, 4, 2, tma=False),
+    "parts-32x64": parts(32, 64, 4, 2, tma=False),
+    "parts-16x64": parts(16, 64, 4, 2, tma=False),
     "32x32": pointers(32, 32, 4, 2),
     "16x32": pointers(16, 32, 4, 2),
-    "64x32": pointers(64, 32, 4, 2),
+    "16x64": pointers(16, 64, 4, 2),
 }
 FP32_BACKWARD = {
     "parts-32x64-w8, 64x32": Backward(parts(32, 64, 8, 2), parts(64, 32, 4, 2)),
     "parts-32x64, 64x32": Backward(parts(32, 64, 4, 2), parts(64, 32, 4, 2)),
     "parts-64x64, 64x64": Backward(parts(64, 64, 4, 2), parts(64, 64, 4, 2)),
-    "32x32-w8": Backward(pointers(32, 32, 8, 1), pointers(32, 32, 8, 1)),
-    "32x32-w4": Backward(pointers(32, 32, 4, 1), pointers(32, 32, 4, 1)),
-    "16x64, 64x32": Backward(pointers(16, 64, 4, 1), pointers(64, 32, 4, 1)),
+    "32x32": Backward(pointers(32, 32, 4, 1), pointers(32, 32, 4, 1)),
+    "joined-parts-32x64, 64x32": joined(parts(32, 64, 4, 2), parts(64, 32, 4, 2)),
+    "joined3-parts-32x64, 64x32": joined(parts(32, 64, 4, 2), parts(64, 32, 4, 2), 3),
+    "joined3-parts-32x32-pointers": joined(
+        parts(32, 32, 4, 2, tma=False), parts(32, 32, 4, 2, tma=False), 3
+    ),
+    "joined-parts-64x64": joined(parts(64, 64, 4, 2), parts(64, 64, 4, 2)),
+    "joined-parts-32x64-pointers": joined(
+        parts(32, 64, 4, 2, tma=False), parts(64, 32, 4, 2, tma=False)
+    ),
+    "joined-parts-32x32-pointers": joined(
+        parts(32, 32, 4, 2, tma=False), parts(32, 32, 4, 2, tma=False)
+    ),
+    "joined-32x32": joined(pointers(32, 32, 4, 1), pointers(32, 32, 4, 1)),
+}
+TF32_FORWARD = {
+    "128x64-w8": pointers(128, 64, 8, 2),
+    "64x32": pointers(64, 32, 4, 2),
+    "parts-128x64-w8": parts(128, 64, 8, 2, tma=False),
+    "parts-128x32-w8": parts(128, 32, 8, 2, tma=False),
+    "parts-64x64": parts(64, 64, 4, 2, tma=False),
+    "parts-32x64": parts(32, 64, 4, 2, tma=False),
+}
+TF32_BACKWARD = {
+    "32x64, 64x32": Backward(pointers(32, 64, 4, 2), pointers(64, 32, 4, 2)),
+    "32x64-w8, 64x32-w8": Backward(pointers(32, 64, 8, 2), pointers(64, 32, 8, 2)),
+    "parts-32x128-w8, 128x32-w8": Backward(parts(32, 128, 8, 2), parts(128, 32, 8, 2)),
+    "joined-parts-32x128-w8, 128x32": joined(parts(32, 128, 8, 2), parts(128, 32, 8, 2)),
+    "joined3-parts-32x128-w8, 128x32": joined(parts(32, 128, 8, 2), parts(128, 32, 8, 2), 3),
+    "joined-parts-64x64": joined(parts(64, 64, 4, 2), parts(64, 64, 4, 2)),
+    "joined3-parts-64x64": joined(parts(64, 64, 4, 2), parts(64, 64, 4, 2), 3),
+    "joined-parts-32x64, 64x32": joined(parts(32, 64, 4, 2), parts(64, 32, 4, 2)),
+    "joined3-parts-32x32-pointers": joined(
+        parts(32, 32, 4, 2, tma=False), parts(32, 32, 4, 2, tma=False), 3
+    ),
 }
 DQ = {128: Tiles(64, 64, 4, 2), 64: Tiles(128, 64, 8, 3)}
 
@@ -137,6 +179,8 @@ def candidates(kind: str, problem: Problem) -> dict[str, Any]:
     forward = kind == "forward"
     if problem.kind == "fp32":
         return dict(FP32_FORWARD if forward else FP32_BACKWARD)
+    if problem.kind == "tf32":
+        return dict(TF32_FORWARD if forward else TF32_BACKWARD)
     if problem.width not in DQ:
         return dict(SMALL_FORWARD if forward else SMALL_BACKWARD)
     plain = PLAIN_FORWARD if forward else PLAIN_BACKWARD
@@ -180,10 +224,11 @@ def caller(kind: str, name: str, problem: Problem, tensors: list[Tensor]) -> Cal
 
     mask = launch.Mask(True, 1 / math.sqrt(problem.width))
     tiles = candidates(kind, problem)[name]
+    precision = "tf32" if problem.kind == "tf32" else "fp32"
     if kind == "forward":
-        return lambda: launch.forward(q, k, v, mask, "fp32", tiles)
-    o, lse = launch.forward(q, k, v, mask, "fp32")
-    return lambda: launch.backward(q, k, v, o, lse, do, mask, "fp32", tiles)
+        return lambda: launch.forward(q, k, v, mask, precision, tiles)
+    o, lse = launch.forward(q, k, v, mask, precision)
+    return lambda: launch.backward(q, k, v, o, lse, do, mask, precision, tiles)
 
 
 def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -268,12 +313,19 @@ class Results:
         self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
 
 
-def check_all(results: Results, problems: list[Problem], deadline: float) -> None:
+def select(work: list[str], names: str) -> list[tuple[str, Problem, list[str]]]:
+    """Passes and problems, each with the candidates whose names match."""
+    pairs = [(kind, PROBLEMS[problem]) for kind, problem in (w.split("/") for w in work)]
+    return [(k, p, [n for n in candidates(k, p) if re.search(names, n)]) for k, p in pairs]
+
+
+def check_all(
+    results: Results, selected: list[tuple[str, Problem, list[str]]], deadline: float
+) -> None:
     work = {
         f"check/{kind}/{problem}/{name}": (kind, name, problem)
-        for problem in problems
-        for kind in KINDS
-        for name in candidates(kind, problem)
+        for kind, problem, names in selected
+        for name in names
     }
     work = {key: arguments for key, arguments in work.items() if key not in results.rows}
     for key, row in run_apart(work, deadline):
@@ -327,14 +379,18 @@ def detail(row: dict[str, Any]) -> str:
     return " ".join(f"{e:.1e}" for e in row["errors"]) + ("" if row["same_bits"] else " UNSTEADY")
 
 
-def time_all(results: Results, problems: list[Problem], deadline: float) -> None:
+def time_all(
+    results: Results,
+    selected: list[tuple[str, Problem, list[str]]],
+    lengths: list[int],
+    deadline: float,
+) -> None:
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     work = [
         (kind, name, problem, length)
-        for problem in problems
-        for length in LENGTHS[problem.heads]
-        for kind in KINDS
-        for name in (*(BASELINES if problem.kind == "bf16" else ()), *candidates(kind, problem))
+        for kind, problem, names in selected
+        for length in lengths
+        for name in (*(BASELINES if problem.kind == "bf16" else ()), *names)
     ]
     for kind, name, problem, length in work:
         key = f"time/{kind}/{problem}/{length}/{name}"
@@ -377,7 +433,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("attention-tune.json"))
     parser.add_argument("--budget", type=float, default=240, help="seconds (default: 240)")
-    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
+    every = [f"{kind}/{problem}" for problem in PROBLEMS for kind in KINDS]
+    parser.add_argument("--work", nargs="+", default=every, choices=every, metavar="PASS/PROBLEM")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--names", default="", help="a pattern for the candidates (default: all)")
     parser.add_argument("--once", nargs=4, metavar=("KIND", "NAME", "PROBLEM", "SEQ"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -392,9 +451,9 @@ def main() -> None:
         return
     deadline = time.monotonic() + options.budget
     results = Results(options.json)
-    problems = [PROBLEMS[name] for name in options.problems]
-    check_all(results, problems, deadline)
-    time_all(results, problems, deadline)
+    selected = select(options.work, options.names)
+    check_all(results, selected, deadline)
+    time_all(results, selected, options.lengths, deadline)
     print_table(results)
 
 

@@ -58,6 +58,7 @@ class Shape:
     window: int | None = None
     segments: bool = False
     transposed: bool = False  # (batch, seq, heads, dim) in memory
+    flat: bool = False  # (batch, seq, dim)
     forward: Tiles | None = None  # None: what the tables say
     backward: Backward | None = None
 
@@ -95,6 +96,21 @@ CASES = {
     "fp32-long": Shape("fp32", H=8, G=4, M=2300, N=2300),
     "fp32-64-long": Shape("fp32", H=8, G=4, M=2300, N=2300, D=64, causal=False),
     "fp32-100": Shape("fp32", H=8, M=1100, N=1100, D=100),
+    "fp32-few": Shape("fp32", H=2, G=1),
+    "fp32-few-64": Shape("fp32", H=2, G=1, D=64, causal=False),
+    "fp32-few-16": Shape("fp32", H=1, G=1, M=1024, N=1024, D=16),
+    "fp32-few-window": Shape("fp32", H=2, G=1, D=64, window=100),
+    "fp32-16-long": Shape("fp32", H=8, G=4, M=2300, N=2300, D=16),
+    "tf32-long": Shape("tf32", H=8, G=4, M=2300, N=2300),
+    "tf32-64-long": Shape("tf32", H=8, G=4, M=2300, N=2300, D=64),
+    "tf32-16": Shape("tf32", D=16),
+    "tf32-segments": Shape("tf32", B=2, segments=True),
+    "fp32-flat": Shape("fp32", B=8, H=1, G=1, M=1101, N=1101, D=16, causal=False, flat=True),
+    "bf16-flat": Shape(B=24, H=1, G=1, M=1101, N=1101, flat=True),
+    "bf16-joined": Shape(backward=Backward(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), joined=2)),
+    "bf16-joined-3": Shape(B=2, D=64, segments=True, transposed=True,
+                           backward=Backward(Tiles(64, 64, 4, 2, tma=False),
+                                             Tiles(64, 64, 4, 2, tma=False), joined=3)),
     "bf16-tables": Shape(H=32, G=8, M=1100, N=1100),
     "bf16-64-tables": Shape(H=32, G=8, M=1100, N=1100, D=64, causal=False),
     "bf16-window-tables": Shape(H=32, G=8, M=1100, N=1100, window=300),
@@ -147,7 +163,7 @@ def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
     """o, dq, dk, dv into tensors that held NaN."""
     from shardwise.kernels import attention_launch as launch
 
-    q, k, v, do = tensors
+    q, k, v, do = (x.squeeze(1) for x in tensors) if shape.flat else tensors
     mask = launch.Mask(shape.causal, 1 / math.sqrt(shape.D), shape.window, *(ids or (None, None)))
     precision = "tf32" if shape.kind == "tf32" else "fp32"
     # Under this mode torch fills each new tensor with NaN.
@@ -160,7 +176,7 @@ def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
     finally:
         torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
-    return [o, *grads]
+    return [x.unsqueeze(1) if shape.flat else x for x in (o, *grads)]
 
 
 def expect(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from shardwise.kernels.attention_reference import plain_attention, tiled_backwar
 
 # bf16 is cut off, not rounded, by the interpreter.
 BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TF32_BOUND = 1e-4  # of two bf16 parts, 16 bits
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ class Shape:
     tma: bool = True
     stash: int = 0  # queries per chunk
     split: bool = False  # fp32 as bf16 parts
-    layout: str = "plain"  # or "transposed": (B, seq, heads, D) in memory; "strided": every second
+    joined: int = 0  # dk, dv and dq in one launch of so many roles
+    precision: str = "fp32"
+    layout: str = "plain"  # or "transposed": (B, seq, heads, D) in memory; "strided": every second;
+    # "flat": (B, seq, D)
     scale: float | None = None
 
 
@@ -80,6 +85,15 @@ CASES = {
     "split-pointers": Shape(split=True, tma=False, D=20, H=4, G=2, B=2),
     "split-unaligned": Shape(split=True, D=12, M=37, N=61, causal=False),
     "split-segments": Shape(split=True, segments="packed", window=20),
+    "two-parts": Shape(split=True, precision="tf32"),
+    "two-parts-joined": Shape(split=True, precision="tf32", joined=2, tma=False, B=2, H=4, G=2),
+    "joined": Shape(joined=2, B=2, H=4, G=2),
+    "joined-pointers": Shape(joined=3, tma=False, M=37, N=61, D=20),
+    "joined-full": Shape(joined=3, M=61, N=37, causal=False),
+    "joined-window": Shape(joined=2, M=60, N=20, window=5),
+    "joined-packed": Shape(joined=3, B=2, segments="packed"),
+    "joined-split": Shape(joined=3, split=True, blocks=(16, 32), H=4, G=2),
+    "joined-fp16": Shape(joined=2, dtype=torch.float16, blocks=(32, 16)),
     "window": Shape(window=9),
     "window-1": Shape(window=1),
     "window-wide": Shape(window=100),
@@ -97,6 +111,8 @@ CASES = {
     "bf16-pointers": Shape(dtype=torch.bfloat16, tma=False, window=20),
     "transposed": Shape(H=4, G=2, layout="transposed"),
     "strided": Shape(layout="strided"),
+    "flat": Shape(B=3, H=1, layout="flat"),
+    "flat-joined-full": Shape(B=3, H=1, layout="flat", joined=2, split=True, causal=False),
     "scale": Shape(scale=0.5),
     "stash": Shape(M=80, N=80, dtype=torch.float16, stash=32),
     "stash-groups": Shape(B=2, H=4, G=2, M=40, N=40, dtype=torch.bfloat16, stash=32),
@@ -165,10 +181,13 @@ def interpret(shape: Shape, seed: int) -> list[float]:
     if shape.stash:
         room = 2 * shape.N * shape.stash * shape.H  # all heads of one batch element at a time
         stash = Stash(Tiles(16, 16), bytes=room, chunk=shape.stash, min_heads=1)
-    o, lse = launch.forward(q, k, v, mask, "fp32", tiles)
-    grads = launch.backward(q, k, v, o, lse, do, mask, "fp32", Backward(tiles, tiles, stash))
     wanted = expect(shape, [q, k, v, do], ids)
-    return [error(a, b) for a, b in zip([o, *grads], wanted, strict=True)]
+    if shape.layout == "flat":
+        q, k, v, do = (x.squeeze(1) for x in (q, k, v, do))
+    backward = Backward(tiles, tiles, stash, shape.joined)
+    o, lse = launch.forward(q, k, v, mask, shape.precision, tiles)
+    grads = launch.backward(q, k, v, o, lse, do, mask, shape.precision, backward)
+    return [error(a.view_as(b), b) for a, b in zip([o, *grads], wanted, strict=True)]
 
 
 def interpret_public(compiled: bool) -> list[float]:
@@ -203,8 +222,10 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_match_float64(interpreter: ProcessPoolExecutor, name: str) -> None:
-    errors = interpreter.submit(interpret, CASES[name], seed=0).result()
-    assert max(errors) <= BOUNDS[CASES[name].dtype], errors  # NaN fails too
+    shape = CASES[name]
+    errors = interpreter.submit(interpret, shape, seed=0).result()
+    bound = TF32_BOUND if shape.precision == "tf32" else BOUNDS[shape.dtype]
+    assert max(errors) <= bound, errors  # NaN fails too
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -393,6 +414,10 @@ def test_bench_measures_once_and_resumes(tmp_path: Path) -> None:
         assert set(row["ms"]) == set(row["tflops"]) == {"forward", "backward", "both"}
     assert main([*command, "--resume"]) == 0
     assert json.loads(result.read_text())["rows"] == first["rows"]
+    picture = tmp_path / "attention.svg"
+    assert main([*command, "--resume", "--plot", str(picture)]) == 0
+    drawn = ElementTree.parse(picture).getroot()
+    assert len(drawn.findall(".//{*}circle")) == len(first["rows"])
 
 
 def test_bench_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

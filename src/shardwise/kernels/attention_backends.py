@@ -56,11 +56,10 @@ HOPPER = (
     Row(bits=16, min_width=65, min_keys=24576, order=("cudnn", "triton", "flash")),
     Row(bits=16, min_width=65, min_keys=2048, order=("triton", "cudnn", "flash")),
     Row(bits=16, min_width=33, min_keys=2048, order=("cudnn", "triton", "flash")),
-    Row(bits=16, min_width=1, min_keys=24576, order=("triton", "cudnn", "flash")),
-    Row(bits=16, min_width=1, min_keys=2048, order=("cudnn", "flash", "triton")),
+    Row(bits=16, min_width=1, min_keys=2048, order=("triton", "cudnn", "flash")),
     Row(bits=16, min_width=33, min_keys=1024, order=("triton", "cudnn", "flash")),
     Row(bits=16, min_width=1, min_keys=0, order=("flash", "cudnn", "triton")),
-    Row(bits=32, min_width=1, min_keys=4096, order=("triton", "efficient")),
+    Row(bits=32, min_width=1, min_keys=512, order=("triton", "efficient")),
     Row(bits=32, min_width=1, min_keys=0, order=("efficient", "triton")),
 )
 TABLES = {(9, 0): HOPPER}  # by compute capability

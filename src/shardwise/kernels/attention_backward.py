@@ -7,7 +7,7 @@ arrange that, neither with atomics, so each gives the same bits every time:
 
 recompute  `dkdv_kernel` gives one program a block of keys and walks the queries, `dq_kernel` one
            program a block of queries and walks the keys. Both make s and dp: seven products where
-           the mathematics needs five. No memory but the results.
+           the mathematics needs five. No memory but the results. `joined_kernel` is both at once.
 stash      The queries go in chunks. For each chunk `dkdv_kernel` also writes ds to a workspace of
            keys x (queries of a chunk), and `dq_from_stash_kernel` multiplies it by k: five
            products. dk and dv pass from chunk to chunk in fp32. The workspace has a fixed budget,
@@ -26,7 +26,6 @@ from shardwise.kernels.attention_tiles import (
     keys_of,
     load_factor,
     load_line,
-    load_rows,
     product,
     queries_of,
     segment_bounds,
@@ -36,33 +35,17 @@ from shardwise.kernels.attention_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=ANY_INTEGER)
-def delta_kernel(
-    o, do, delta, o_strides, do_strides, delta_stride, H, M, D,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """delta = row sums of o * do, in fp32."""
-    head = tl.program_id(1)
-    b = head // H
-    h = head % H
-    m0 = tl.program_id(0) * BLOCK_M
-    m = m0 + tl.arange(0, BLOCK_M)
-    o_MD = load_rows(o, b, h, m0, M, D, o_strides, BLOCK_M, BLOCK_D, False, False, False)
-    do_MD = load_rows(do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, False, False, False)
-    delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
-    tl.store(delta + head.to(tl.int64) * delta_stride + m, delta_M, mask=m < M)
-
-
 @triton.jit
 def _walk_queries(
     dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids, stash, stash_head, chunk_lo,
     b, h, head, n0, lo, hi, M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
     PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-    STASH: tl.constexpr, EVEN_M: tl.constexpr, EVEN_D: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, STASH: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries [lo, hi) of one head give to dk and dv."""
+    """Add what the queries [lo, hi) of one head give to dk, to dv, or to both."""
     for m0 in tl.range(lo, hi, BLOCK_M):
         m0 = tl.multiple_of(m0, BLOCK_M)
         q_MD = load_factor(
@@ -82,34 +65,31 @@ def _walk_queries(
         do_MD = load_factor(
             do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, TMA, EVEN_M, EVEN_D, PRECISION
         )
-        dv_ND = product(factor(p_NM, do_MD, PRECISION), do_MD, dv_ND, PRECISION)
-        delta_M = load_line(delta, head, m0, M, line_stride, BLOCK_M, TMA)
-        dp_NM = product(v_ND, turned(do_MD, PRECISION), None, PRECISION)
-        ds_NM = factor(p_NM * (dp_NM - delta_M[None, :]), q_MD, PRECISION)
-        dk_ND = product(ds_NM, q_MD, dk_ND, PRECISION)
-        if STASH:
-            stash.store([stash_head, n0, m0 - chunk_lo], ds_NM.reshape([1, BLOCK_N, BLOCK_M]))
+        if DV:
+            dv_ND = product(factor(p_NM, do_MD, PRECISION), do_MD, dv_ND, PRECISION)
+        if DK:
+            delta_M = load_line(delta, head, m0, M, line_stride, BLOCK_M, TMA)
+            dp_NM = product(v_ND, turned(do_MD, PRECISION), None, PRECISION)
+            ds_NM = factor(p_NM * (dp_NM - delta_M[None, :]), q_MD, PRECISION)
+            dk_ND = product(ds_NM, q_MD, dk_ND, PRECISION)
+            if STASH:
+                stash.store([stash_head, n0, m0 - chunk_lo], ds_NM.reshape([1, BLOCK_N, BLOCK_M]))
     return dk_ND, dv_ND
 
 
-@triton.jit(do_not_specialize=ANY_INTEGER)
-def dkdv_kernel(
-    q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last, stash, dk_sum, dv_sum,
+@triton.jit
+def _dkdv(
+    place, q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last, stash, dk_sum, dv_sum,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
     scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-    STASH: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, STASH: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys, summed over the query heads that share it.
-
-    `heads` counts key/value heads from `head_lo` on. With `STASH` only the queries
-    [chunk_lo, chunk_hi) are walked: the sums come from and go to `dk_sum` and `dv_sum` until the
-    last chunk, which writes dk and dv.
-    """
+    """dk, dv or both of one block of keys, summed over the query heads that share it."""
     # Under a causal mask early keys have the most queries: they go first.
-    place = tl.program_id(0)
     head = head_lo + place % heads
     n0 = place // heads * BLOCK_N
     b = head // (H // GROUP)
@@ -141,9 +121,11 @@ def dkdv_kernel(
     k_ND = load_factor(
         k, b, g, n0, N, D, k_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D, PRECISION
     )
-    v_ND = load_factor(
-        v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D, PRECISION
-    )
+    v_ND = k_ND
+    if DK:
+        v_ND = load_factor(
+            v, b, g, n0, N, D, v_strides, BLOCK_N, BLOCK_D, TMA, EVEN_N, EVEN_D, PRECISION
+        )
     for i in range(GROUP):
         h = g * GROUP + i
         q_head = b * H + h
@@ -155,7 +137,7 @@ def dkdv_kernel(
                 dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids,
                 stash, stash_head, chunk_lo, b, h, q_head, n0, full_lo, full_hi,
                 M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
-                False, CAUSAL, WINDOW, SEGMENTS, STASH, EVEN_M, EVEN_D,
+                False, CAUSAL, WINDOW, SEGMENTS, DK, DV, STASH, EVEN_M, EVEN_D,
                 BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
             )  # fmt: skip
         if CAUSAL or WINDOW or SEGMENTS:
@@ -163,7 +145,7 @@ def dkdv_kernel(
                 dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids,
                 stash, stash_head, chunk_lo, b, h, q_head, n0, lo, full_lo,
                 M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
-                True, CAUSAL, WINDOW, SEGMENTS, STASH, EVEN_M, EVEN_D,
+                True, CAUSAL, WINDOW, SEGMENTS, DK, DV, STASH, EVEN_M, EVEN_D,
                 BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
             )  # fmt: skip
         if WINDOW and not SEGMENTS:
@@ -171,7 +153,7 @@ def dkdv_kernel(
                 dk_ND, dv_ND, k_ND, v_ND, ids_N, q, do, lse, delta, q_ids,
                 stash, stash_head, chunk_lo, b, h, q_head, n0, full_hi, hi,
                 M, N, D, window, scale_log2, q_strides, do_strides, line_stride,
-                True, CAUSAL, WINDOW, SEGMENTS, STASH, EVEN_M, EVEN_D,
+                True, CAUSAL, WINDOW, SEGMENTS, DK, DV, STASH, EVEN_M, EVEN_D,
                 BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
             )  # fmt: skip
 
@@ -182,8 +164,35 @@ def dkdv_kernel(
             tl.store(dk_sum + sums, dk_ND, mask=n[:, None] < N)
             tl.store(dv_sum + sums, dv_ND, mask=n[:, None] < N)
     if done:
-        store_rows(dk, dk_ND * scale, b, g, n0, N, D, dk_strides, BLOCK_N, BLOCK_D, TMA)
-        store_rows(dv, dv_ND, b, g, n0, N, D, dv_strides, BLOCK_N, BLOCK_D, TMA)
+        if DK:
+            store_rows(dk, dk_ND * scale, b, g, n0, N, D, dk_strides, BLOCK_N, BLOCK_D, TMA)
+        if DV:
+            store_rows(dv, dv_ND, b, g, n0, N, D, dv_strides, BLOCK_N, BLOCK_D, TMA)
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def dkdv_kernel(
+    q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last, stash, dk_sum, dv_sum,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
+    scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    STASH: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv; `heads` counts key/value heads from `head_lo` on.
+
+    With `STASH` only the queries [chunk_lo, chunk_hi) are walked: the sums come from and go to
+    `dk_sum` and `dv_sum` until the last chunk, which writes dk and dv.
+    """
+    _dkdv(
+        tl.program_id(0), q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last,
+        stash, dk_sum, dv_sum,
+        q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
+        scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
+        GROUP, CAUSAL, WINDOW, SEGMENTS, True, True, STASH, EVEN_M, EVEN_N, EVEN_D,
+        BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -219,9 +228,9 @@ def _walk_keys(
     return dq_MD
 
 
-@triton.jit(do_not_specialize=ANY_INTEGER)
-def dq_kernel(
-    q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+@triton.jit
+def _dq(
+    place, q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
     q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
     scale, scale_log2, heads, H, M, N, D, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -230,7 +239,6 @@ def dq_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries of one head; `lse` and `delta` are pointers also with TMA."""
-    place = tl.program_id(0)
     head = place % heads
     m0 = (tl.cdiv(M, BLOCK_M) - 1 - place // heads) * BLOCK_M
     b = head // H
@@ -275,6 +283,77 @@ def dq_kernel(
                 True, CAUSAL, WINDOW, SEGMENTS, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
             )  # fmt: skip
     store_rows(dq, dq_MD * scale, b, h, m0, M, D, dq_strides, BLOCK_M, BLOCK_D, TMA)
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def dq_kernel(
+    q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+    q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
+    scale, scale_log2, heads, H, M, N, D, window,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    _dq(
+        tl.program_id(0), q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+        q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
+        scale, scale_log2, heads, H, M, N, D, window,
+        GROUP, CAUSAL, WINDOW, SEGMENTS, EVEN_N, EVEN_D,
+        BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ANY_INTEGER)
+def joined_kernel(
+    q, k, v, do, lse, delta, dk, dv, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_for_dq,
+    delta_for_dq, dq, q_ids, k_ids, q_first, q_last, k_first, k_last,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, dq_strides, line_stride,
+    scale, scale_log2, heads, H, M, N, D, window,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_N_DQ: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M_DQ: tl.constexpr, BLOCK_N_DQ: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROLES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All in one launch, whose programs take turns: dq | dk and dv, or with 3 ROLES dq | dk | dv.
+
+    Of few blocks neither kernel alone fills the GPU, and its longest block ends long after the
+    others. Here the long ones of all start together. Three roles make eight products, but each
+    holds one sum: of two in fp32 a program's registers spill. The sources of dq differ from the
+    others' only with TMA, whose descriptors know the size of a tile.
+    """
+    role = tl.program_id(0) % ROLES
+    place = tl.program_id(0) // ROLES
+    if role == 0:
+        if place < tl.cdiv(M, BLOCK_M_DQ) * heads:
+            _dq(
+                place, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_for_dq, delta_for_dq, dq,
+                q_ids, k_ids, q_first, q_last,
+                q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
+                scale, scale_log2, heads, H, M, N, D, window,
+                GROUP, CAUSAL, WINDOW, SEGMENTS, EVEN_N_DQ, EVEN_D,
+                BLOCK_M_DQ, BLOCK_N_DQ, BLOCK_D, TMA, PRECISION,
+            )  # fmt: skip
+    elif place < tl.cdiv(N, BLOCK_N) * (heads // GROUP):
+        if role == 1:
+            _dkdv(
+                place, q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+                None, None, None,
+                q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
+                scale, scale_log2, 0, heads // GROUP, H, M, N, D, window, 0, M,
+                GROUP, CAUSAL, WINDOW, SEGMENTS, True, ROLES == 2, False, EVEN_M, EVEN_N, EVEN_D,
+                BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+            )  # fmt: skip
+        elif ROLES == 3:
+            _dkdv(
+                place, q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+                None, None, None,
+                q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
+                scale, scale_log2, 0, heads // GROUP, H, M, N, D, window, 0, M,
+                GROUP, CAUSAL, WINDOW, SEGMENTS, False, True, False, EVEN_M, EVEN_N, EVEN_D,
+                BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)

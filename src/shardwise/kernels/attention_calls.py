@@ -1,18 +1,23 @@
 # mypy: disable-error-code="import-not-found,import-untyped"
-"""One kernel launch on fixed shapes: worked out once, after that only addresses change.
+"""Kernel launches on fixed shapes: worked out once, after that only addresses change.
 
-Triton's own launch looks at every argument to find the compiled kernel that fits, and a descriptor
-checks itself whenever one is made. Short attentions take less time than that. A `Launch` goes that
-way once, keeps the compiled kernel, and then hands it addresses.
+Triton's own launch looks at every argument to find the compiled kernel that fits, asks the driver
+about every pointer, and a descriptor checks itself whenever one is made. Short attentions take less
+time than that. A `Launch` goes that way once, keeps the compiled kernel, and then hands it numbers.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import triton
 from torch import Tensor
+
+SPACE = 256  # bytes to which a workspace is aligned
 
 
 class Pointer:
@@ -20,6 +25,16 @@ class Pointer:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+class Address:
+    """All that a prepared launch asks of a tensor."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class Tile:
@@ -30,10 +45,10 @@ class Tile:
         self.kind = type(template)
         self.fields = {**vars(template), "base": None}  # a plan must not keep a tensor alive
 
-    def of(self, tensors: Sequence[Tensor | None]) -> Any:
+    def of(self, base: Tensor | Address | None) -> Any:
         made = object.__new__(self.kind)  # without the checks, which the template has passed
         made.__dict__.update(self.fields)
-        made.base = tensors[self.index]
+        made.base = base
         return made
 
 
@@ -48,17 +63,68 @@ class Launch:
         self.arguments = [*arguments, *(constants.pop(name) for name in names)]
         self.pointers = [(i, a.index) for i, a in enumerate(arguments) if isinstance(a, Pointer)]
         self.tiles = [(i, a) for i, a in enumerate(arguments) if isinstance(a, Tile)]
-        self.run: Callable[..., None] | None = None
+        self.run: Callable[..., None] | None = None  # once compiled
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+    def first(self, tensors: Sequence[Tensor | None]) -> None:
+        """Compile and launch. The interpreter compiles nothing, and always comes this way."""
         arguments = self.arguments.copy()
         for place, index in self.pointers:
             arguments[place] = tensors[index]
         for place, tile in self.tiles:
-            arguments[place] = tile.of(tensors)
-        if self.run is not None:
-            self.run(*arguments)
-            return
+            arguments[place] = tile.of(tensors[tile.index])
         compiled = self.kernel[self.grid](*arguments, **self.constants)
-        if compiled is not None:  # the interpreter compiles nothing
+        if compiled is not None:
             self.run = compiled[(*self.grid, 1, 1)[:3]]
+
+    def again(self, addresses: Sequence[int | None], stream: int) -> None:
+        """Launch what was compiled."""
+        arguments = self.arguments.copy()
+        for place, index in self.pointers:
+            arguments[place] = addresses[index]
+        for place, tile in self.tiles:
+            address = addresses[tile.index]
+            assert address is not None
+            arguments[place] = tile.of(Address(address))
+        assert self.run is not None
+        self.run(*arguments, stream=stream)
+
+
+@dataclass
+class Plan:
+    """Launches in order, and the workspaces they share, which follow the call's tensors."""
+
+    launches: list[Launch] = field(default_factory=list)
+    spaces: list[Tensor] = field(default_factory=list)  # on the meta device: their layout
+    offsets: list[int] = field(default_factory=list)  # in one allocation
+    bytes: int = 0
+    ready: bool = False  # all launches are compiled
+
+    def add_space(self, layout: Tensor) -> None:
+        self.spaces.append(layout)
+        self.offsets.append(self.bytes)
+        self.bytes += triton.cdiv(layout.untyped_storage().nbytes(), SPACE) * SPACE
+
+    def run(self, tensors: Sequence[Tensor | None], addresses: list[int | None]) -> None:
+        """`addresses` are the tensors' own."""
+        q = tensors[0]
+        assert q is not None
+        space = q.new_empty(self.bytes, dtype=torch.uint8) if self.bytes else None
+        if not self.ready:
+            self.run_first(tensors, space)
+            return
+        if space is not None:
+            start = space.data_ptr()
+            addresses += [start + offset for offset in self.offsets]
+        stream = triton.runtime.driver.active.get_current_stream(q.device.index)
+        for launch in self.launches:
+            launch.again(addresses, stream)
+
+    def run_first(self, tensors: Sequence[Tensor | None], space: Tensor | None) -> None:
+        made = []
+        for layout, offset in zip(self.spaces, self.offsets, strict=True):
+            assert space is not None
+            part = space[offset : offset + layout.untyped_storage().nbytes()].view(layout.dtype)
+            made.append(part.as_strided(layout.shape, layout.stride()))
+        for launch in self.launches:
+            launch.first((*tensors, *made))
+        self.ready = all(launch.run is not None for launch in self.launches)

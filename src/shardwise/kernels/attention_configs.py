@@ -17,7 +17,7 @@ class Tiles:
     num_warps: int = 4  # of one role, with `hopper`
     num_stages: int = 2
     tma: bool = True  # read tiles through tensor descriptors where the tensors allow it
-    split: bool = False  # true fp32: a kernel makes bf16 parts of the factors beforehand
+    split: bool = False  # fp32: a kernel makes bf16 parts of the factors beforehand
     hopper: bool = False  # the Gluon kernel, where it can serve
 
 
@@ -36,11 +36,12 @@ class Backward:
     dkdv: Tiles
     dq: Tiles
     stash: Stash | None = None  # None: recompute
+    joined: int = 0  # without a stash, one launch: of 2 roles (dq | dk, dv) or 3 (dq | dk | dv)
 
 
 # Keys are block_d: the head width, rounded up to a power of two. Chosen on an H200 with Triton 3.6
-# from runs like benchmarks/attention_tune.py; rows of width 32 and 256 and those of tf32 from the
-# compiler's report alone, as are the `split` rows since their sums left the tensor cores.
+# from runs like benchmarks/attention_tune.py; rows of width 32 and 256 from the compiler's report
+# alone, and tf32 of widths below 128 in step with fp32.
 FORWARD_16BIT = {
     16: Tiles(64, 64, 4, 3, tma=False),
     32: Tiles(64, 64, 4, 3, tma=False),
@@ -79,34 +80,36 @@ FEW_FORWARD_16BIT = {
     128: Tiles(64, 64, 4, 3, tma=False),
     256: Tiles(64, 32, 4, 2, tma=False),
 }
+_SMALL_16BIT = Tiles(64, 64, 4, 2, tma=False)
 FEW_BACKWARD_16BIT = {
-    16: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
-    32: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
-    64: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
-    128: Backward(Tiles(64, 64, 4, 2, tma=False), Tiles(64, 64, 4, 2, tma=False)),
+    16: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
+    32: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
+    64: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
+    128: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
     256: Backward(Tiles(32, 64, 8, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
 }
 
+# fp32 on the tensor cores. An fp32 number is three bf16 numbers, and six products of those carry
+# its 24 bits; two parts and three products carry 16 bits, more than tf32's 10, in less time than
+# one tf32 product (whose factors may not be transposed). With `split` the parts are made once,
+# beforehand. Width 256 has no room for them: its kernels multiply tf32, and fp32 by Triton's
+# "bf16x6", which makes the parts in registers ("ieee" would use the ordinary units).
+FP32_PRECISION = "bf16x6"
+_SQUARE_PARTS = Tiles(64, 64, 4, 2, split=True)
 FORWARD_TF32 = {
-    16: Tiles(64, 32, 4, 2, tma=False),
-    32: Tiles(64, 32, 4, 2, tma=False),
-    64: Tiles(64, 32, 4, 2, tma=False),
-    128: Tiles(128, 64, 8, 2, tma=False),
+    16: Tiles(64, 64, 4, 2, tma=False, split=True),
+    32: Tiles(64, 64, 4, 2, tma=False, split=True),
+    64: Tiles(64, 64, 4, 2, tma=False, split=True),
+    128: Tiles(128, 64, 8, 2, tma=False, split=True),
     256: Tiles(128, 32, 8, 1, tma=False),
 }
 BACKWARD_TF32 = {
-    16: Backward(Tiles(32, 64, 4, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
-    32: Backward(Tiles(32, 64, 4, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
-    64: Backward(Tiles(32, 64, 4, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
-    128: Backward(Tiles(32, 64, 8, 2, tma=False), Tiles(64, 32, 8, 2, tma=False)),
+    16: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
+    32: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
+    64: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
+    128: Backward(Tiles(32, 128, 8, 2, split=True), Tiles(128, 32, 8, 2, split=True), joined=2),
     256: Backward(Tiles(32, 64, 8, 1, tma=False), Tiles(64, 16, 4, 1, tma=False)),
 }
-
-# fp32 without loss: an fp32 number is three bf16 numbers, and six products of those carry its 24
-# bits through the tensor cores. With `split` the parts are made once, beforehand; without it by the
-# kernel (Triton's "bf16x6"), which costs it registers but no launch. "ieee" would multiply on the
-# ordinary units.
-FP32_PRECISION = "bf16x6"
 FORWARD_FP32 = {
     16: Tiles(64, 64, 4, 3, tma=False, split=True),
     32: Tiles(64, 64, 4, 3, tma=False, split=True),
@@ -115,20 +118,26 @@ FORWARD_FP32 = {
     256: Tiles(32, 32, 8, 1),
 }
 BACKWARD_FP32 = {
-    16: Backward(Tiles(64, 64, 4, 2, split=True), Tiles(64, 64, 4, 2, split=True)),
-    32: Backward(Tiles(64, 64, 4, 2, split=True), Tiles(64, 64, 4, 2, split=True)),
+    16: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
+    32: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
     64: Backward(Tiles(32, 64, 4, 2, split=True), Tiles(64, 32, 4, 2, split=True)),
-    128: Backward(Tiles(32, 64, 8, 2, split=True), Tiles(64, 32, 4, 2, split=True)),
+    128: Backward(Tiles(32, 64, 4, 2, split=True), Tiles(64, 32, 4, 2, split=True), joined=3),
     256: Backward(Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
 }
-FEW_FORWARD_FP32 = Tiles(32, 32, 4, 2, tma=False)
-FEW_BACKWARD_FP32 = Backward(Tiles(32, 32, 4, 1, tma=False), Tiles(32, 32, 4, 1, tma=False))
+
+# Again, where the queries make few blocks, or the fewest.
+FEW_FORWARD_TF32 = Tiles(64, 64, 4, 2, tma=False, split=True)
+FEW_BACKWARD_TF32 = Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=3)
+FEW_FORWARD_FP32 = Tiles(32, 64, 4, 2, tma=False, split=True)  # of width 128
+FEW_BACKWARD_FP32 = Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2)  # of width 64
+FEWEST_FORWARD_FP32 = Tiles(16, 64, 4, 2, tma=False, split=True)
+_SMALLEST_FP32 = Tiles(32, 32, 4, 2, tma=False, split=True)
+FEWEST_BACKWARD_FP32 = Backward(_SMALLEST_FP32, _SMALLEST_FP32, joined=3)
 
 BLOCK = 128  # queries by which the size of a problem is counted
-FEW = 64  # at most so many blocks: 16-bit
-FEW_FORWARD = 16  # fp32
-FEW_BACKWARD = 2
-NARROW = 128  # the widest head that the small fp32 tiles are for
+FEW = 64  # at most so many blocks
+FEWEST = 16
+NARROW = 128  # the widest head that is split
 
 STASH_SHARE = 32  # the stash takes at most this part of the GPU's memory
 # Heads that run at the same time: enough to end together, few enough that some programs read the
@@ -145,8 +154,11 @@ def forward_tiles(bits: int, precision: str, block_d: int, hopper: bool, blocks:
         chosen = FORWARD_HOPPER.get(block_d) if hopper else None
         return chosen or FORWARD_16BIT[block_d]
     if precision == "tf32":
-        return FORWARD_TF32[block_d]
-    if blocks <= FEW_FORWARD and block_d <= NARROW:
+        few = blocks <= FEW and block_d <= NARROW
+        return FEW_FORWARD_TF32 if few else FORWARD_TF32[block_d]
+    if blocks <= FEWEST and block_d <= NARROW:
+        return FEWEST_FORWARD_FP32
+    if blocks <= FEW and block_d == 128:
         return FEW_FORWARD_FP32
     return FORWARD_FP32[block_d]
 
@@ -159,7 +171,10 @@ def backward_tiles(bits: int, precision: str, block_d: int, hopper: bool, blocks
         chosen = BACKWARD_HOPPER.get(block_d) if hopper else None
         return chosen or BACKWARD_16BIT[block_d]
     if precision == "tf32":
-        return BACKWARD_TF32[block_d]
-    if blocks <= FEW_BACKWARD and block_d <= NARROW:
+        few = blocks <= FEW and block_d <= NARROW
+        return FEW_BACKWARD_TF32 if few else BACKWARD_TF32[block_d]
+    if blocks <= FEWEST and block_d <= NARROW:
+        return FEWEST_BACKWARD_FP32
+    if blocks <= FEW and block_d == 64:
         return FEW_BACKWARD_FP32
     return BACKWARD_FP32[block_d]

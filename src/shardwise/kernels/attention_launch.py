@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from shardwise.kernels.attention_calls import Plan
 from shardwise.kernels.attention_configs import Backward, Tiles
-from shardwise.kernels.attention_layout import contiguous_rows, new_like, new_lines
+from shardwise.kernels.attention_layout import contiguous_rows, new_lines
 from shardwise.kernels.attention_operands import ALIGNMENT, aligned_lines, on_device, reach
-from shardwise.kernels.attention_plans import Mask, Plan, plan_backward, plan_forward
+from shardwise.kernels.attention_plans import Mask, plan_backward, plan_forward
 
 __all__ = ["Mask", "backward", "forward"]
 
@@ -31,10 +33,9 @@ def forward(
     Inputs are (B, heads, length, D), or (B, length, D) and lse then (B, M).
     """
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    o, lse = new_like(q), new_lines(q)
+    o, lse = torch.empty_like(q), new_lines(q)
     tensors = (q, k, v, o, lse, *_ids(mask))
-    with on_device(q):
-        _plan(plan_forward, tensors, 3, mask, precision, tiles).run(tensors)
+    _run(plan_forward, tensors, 3, mask, precision, tiles)
     return o, lse
 
 
@@ -52,10 +53,9 @@ def backward(
     """dq, dk, dv, each like its input."""
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     o, do, lse = contiguous_rows(o), contiguous_rows(do), aligned_lines(lse)
-    dq, dk, dv = new_like(q), new_like(k), new_like(v)
-    tensors = (q, k, v, o, do, lse, dq, dk, dv, new_lines(q), *_ids(mask))
-    with on_device(q):
-        _plan(plan_backward, tensors, 5, mask, precision, tiles).run(tensors)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    tensors = (q, k, v, o, do, lse, dq, dk, dv, *_ids(mask))
+    _run(plan_backward, tensors, 5, mask, precision, tiles)
     return dq, dk, dv
 
 
@@ -67,31 +67,27 @@ def _ids(mask: Mask) -> tuple[Tensor | None, ...]:
     return mask.q_ids, mask.k_ids, *reach(mask.q_ids, mask.k_ids), *reach(mask.k_ids, mask.q_ids)
 
 
-def _plan(
+def _run(
     make: Callable[..., Plan],
     tensors: tuple[Tensor | None, ...],
     inputs: int,
     mask: Mask,
     precision: str,
     tiles: Tiles | Backward | None,
-) -> Plan:
-    """The plan for these shapes; the layout of the results follows from the first `inputs`."""
-    q = tensors[0]
-    assert q is not None
-    shapes: list[Any] = []
-    addresses = 0
-    for x in tensors[:inputs]:
-        assert x is not None
-        shapes += (x.shape, x.stride())
-        addresses |= x.data_ptr()
-    aligned = addresses % ALIGNMENT == 0
-    segments = mask.q_ids is not None
+) -> None:
+    """Find or make the plan, and run it; results are laid out like the first `inputs` tensors."""
+    q, k = tensors[:2]
+    assert q is not None and k is not None
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    aligned = not any(address % ALIGNMENT for address in addresses[:inputs] if address)
     key = (
-        make, *shapes, q.dtype, q.device, aligned, mask[:3], segments, precision, tiles,
+        make, q.shape, k.shape, *[x.stride() for x in tensors[:inputs] if x is not None],
+        q.dtype, q.device, aligned, mask[:3], mask.q_ids is not None, precision, tiles,
     )  # fmt: skip
     plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= MOST_PLANS:  # shapes that never come back
-            _plans.clear()
-        plan = _plans[key] = make(tensors, mask, precision, tiles)
-    return plan
+    with on_device(q):
+        if plan is None:
+            if len(_plans) >= MOST_PLANS:  # shapes that never come back
+                _plans.clear()
+            plan = _plans[key] = make(tensors, mask, precision, tiles)
+        plan.run(tensors, addresses)

@@ -8,6 +8,8 @@ Eager calls leave the dispatcher out altogether (`run_forward`, `run_backward`).
 from __future__ import annotations
 
 import math
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -47,8 +49,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """o and the base-2 log-sum-exp; inputs are (batch, heads, seq, dim) or (batch, seq, dim)."""
     if triton:
-        from shardwise.kernels import attention_launch as launch
-
+        launch = _launch()
         return launch.forward(q, k, v, launch.Mask(causal, scale, window, q_ids, k_ids), precision)
     o, lse = tiled_forward(
         *_with_heads(q, k, v),
@@ -75,8 +76,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv."""
     if triton:
-        from shardwise.kernels import attention_launch as launch
-
+        launch = _launch()
         mask = launch.Mask(causal, scale, window, q_ids, k_ids)
         return launch.backward(q, k, v, o, lse, do, mask, precision)
     if q.dim() == 3:
@@ -90,6 +90,14 @@ def _backward(
         new_like(x).copy_(g.reshape(x.shape)) for x, g in zip((q, k, v), grads, strict=True)
     )
     return dq, dk, dv
+
+
+@cache
+def _launch() -> ModuleType:
+    """Imported when a kernel is first wanted: it needs Triton."""
+    from shardwise.kernels import attention_launch
+
+    return attention_launch
 
 
 def _with_heads(*tensors: Tensor) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +13,15 @@ from torch import Tensor
 
 from shardwise.kernels import attention_configs as configs
 from shardwise.kernels.attention_backward import (
-    delta_kernel,
     dkdv_kernel,
     dq_from_stash_kernel,
     dq_kernel,
+    joined_kernel,
 )
-from shardwise.kernels.attention_calls import Launch, Pointer, Tile
+from shardwise.kernels.attention_calls import Launch, Plan, Pointer, Tile
 from shardwise.kernels.attention_configs import Backward, Stash, Tiles
 from shardwise.kernels.attention_forward import forward_kernel
+from shardwise.kernels.attention_layout import new_lines
 from shardwise.kernels.attention_operands import (
     HAS_GLUON,
     INTERPRETED,
@@ -35,7 +35,7 @@ from shardwise.kernels.attention_operands import (
     processors,
     tma_serves,
 )
-from shardwise.kernels.attention_tiles import split_kernel
+from shardwise.kernels.attention_prepare import delta_kernel, split_kernel
 
 if HAS_GLUON:
     from shardwise.kernels.attention_backward_hopper import dkdv_hopper_kernel
@@ -47,9 +47,11 @@ HOPPER_WIDTHS = (64, 128)
 # reaches, `k_first` and `k_last` the queries of a key.
 IDS = ("q_ids", "k_ids", "q_first", "q_last", "k_first", "k_last")
 FORWARD = ("q", "k", "v", "o", "lse", *IDS)
-BACKWARD = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv", "delta", *IDS)
+BACKWARD = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv", *IDS)
 STASH = ("ds", "dk_sum", "dv_sum")
 FACTORS = ("q", "k", "v", "do")
+PARTS = {"tf32": 2, "fp32": 3}  # bf16 parts of an fp32 factor, by precision
+WORDS = {2: "two parts", 3: "three parts"}  # the kernels' names for them
 
 
 class Mask(NamedTuple):
@@ -64,23 +66,6 @@ class Mask(NamedTuple):
     @property
     def plain(self) -> bool:
         return self.window is None and self.q_ids is None
-
-
-@dataclass
-class Plan:
-    """Launches in order, and the workspaces they share, which follow the call's tensors."""
-
-    launches: list[Launch] = field(default_factory=list)
-    spaces: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
-
-    def run(self, tensors: tuple[Tensor | None, ...]) -> None:
-        if self.spaces:
-            q = tensors[0]
-            assert q is not None
-            made = (q.new_empty(shape, dtype=dtype) for shape, dtype in self.spaces)
-            tensors = (*tensors, *made)
-        for launch in self.launches:
-            launch(tensors)
 
 
 def plan_forward(
@@ -133,41 +118,48 @@ class _Planner:
         assert x is not None
         return x
 
-    def space(self, plan: Plan, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def space(self, plan: Plan, name: str, layout: Tensor) -> None:
         """A workspace that the launches know by this name."""
         self.places[name] = len(self.places)
-        self.tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-        plan.spaces.append((shape, dtype))
+        self.tensors[name] = layout
+        plan.add_space(layout)
 
-    def split(self, plan: Plan, *tiles: Tiles) -> None:
-        """Where a kernel wants fp32 factors as bf16 parts: make them, and let it find them."""
-        if self["q"].dtype != torch.float32 or not any(t.split for t in tiles):
-            return
+    def splits(self, tiles: Tiles) -> bool:
+        return tiles.split and self["q"].dtype == torch.float32
+
+    def split(self, plan: Plan) -> None:
+        """bf16 parts of the fp32 factors and, in backward, delta."""
+        parts = PARTS[self.precision]
         names = [n for n in FACTORS if n in self.tensors]
         for name in names:
             B, H, M, D = self[name].shape
-            self.space(plan, name + "_parts", (B, 3 * H, M, D), torch.bfloat16)
+            self.space(plan, name + "_parts", _meta((B, parts * H, M, D), torch.bfloat16))
             self.tma = self.tma and tma_serves(self[name + "_parts"])
-        absent = [None] * (len(FACTORS) - len(names))
-        arguments = [
-            *self.pointers(*names), *absent, *self.pointers(*(n + "_parts" for n in names)),
-            *absent, *self.strides(*names), *absent, self.heads, self.H, self.M, self.N, self.D,
-        ]  # fmt: skip
-        grid = (triton.cdiv(max(self.M, self.N), 32), self.heads, len(names))
-        constants = {"GROUP": self.group, "BLOCK_M": 32, "BLOCK_D": self.block_d}
+        if "do" in self.tensors:
+            arguments = [
+                *self.pointers(*FACTORS, "o", *(n + "_parts" for n in FACTORS), "delta"),
+                *self.strides(*FACTORS, "o"), self["delta"].stride(1),
+            ]  # fmt: skip
+        else:
+            arguments = [
+                *self.pointers(*names), None, None, *self.pointers(*(n + "_parts" for n in names)),
+                None, None, *self.strides(*names), None, None, 0,
+            ]  # fmt: skip
+        arguments += [self.heads, self.H, self.M, self.N, self.D]
+        grid = (triton.cdiv(max(self.M, self.N), 32), self.heads, 4)
+        constants = {"GROUP": self.group, "PARTS": parts, "BLOCK_M": 32, "BLOCK_D": self.block_d}
         plan.launches.append(Launch(split_kernel, grid, arguments, **constants))
 
     def factors(self, tiles: Tiles, *names: str) -> list[str]:
         """What a kernel reads for these inputs: themselves, or their parts."""
-        split = tiles.split and self["q"].dtype == torch.float32
-        return [f"{n}_parts" if split and n in FACTORS else n for n in names]
+        return [f"{n}_parts" if self.splits(tiles) and n in FACTORS else n for n in names]
 
     def dot(self, tiles: Tiles) -> str:
         """How the kernel multiplies fp32; 16-bit products do not look at it."""
+        if self.splits(tiles):
+            return WORDS[PARTS[self.precision]]
         if self.precision == "tf32":
             return "tf32"
-        if tiles.split and self["q"].dtype == torch.float32:
-            return "split"
         return "ieee" if INTERPRETED else configs.FP32_PRECISION
 
     def pointers(self, *names: str) -> list[Pointer | None]:
@@ -192,6 +184,15 @@ class _Planner:
             else:
                 made.append(Pointer(self.places[n]))
         return made
+
+    def lines(self, tiles: Tiles, tma: bool) -> list[Pointer | Tile]:
+        """lse and delta, a block of queries at a time."""
+        return [
+            Tile(self.places[n], line_descriptor(self[n], tiles.block_m))
+            if tma
+            else Pointer(self.places[n])
+            for n in ("lse", "delta")
+        ]
 
     def gluon(self, name: str, *block: int) -> Tile:
         return Tile(self.places[name], gluon_descriptor(self[name], *block))
@@ -219,7 +220,8 @@ class _Planner:
     def forward(self, tiles: Tiles | None) -> Plan:
         tiles = tiles or configs.forward_tiles(*self.choice)
         plan = Plan()
-        self.split(plan, tiles)
+        if self.splits(tiles):
+            self.split(plan)
         plan.launches.append(self.forward_launch(tiles))
         return plan
 
@@ -257,7 +259,12 @@ class _Planner:
 
     def backward(self, tiles: Backward | None) -> Plan:
         tiles = tiles or configs.backward_tiles(*self.choice)
-        plan = Plan([self.delta()])
+        plan = Plan()
+        self.space(plan, "delta", new_lines(_meta(self["q"].shape, self["q"].dtype)))
+        if self.splits(tiles.dkdv) or self.splits(tiles.dq):
+            self.split(plan)
+        else:
+            plan.launches.append(self.delta())
         stash = tiles.stash
         if (
             stash is not None
@@ -267,8 +274,9 @@ class _Planner:
             and stash.min_heads <= self.heads
         ):
             self.with_stash(plan, tiles.dkdv, stash)
+        elif tiles.joined:
+            plan.launches.append(self.joined(tiles))
         else:
-            self.split(plan, tiles.dkdv, tiles.dq)
             plan.launches += [
                 self.dkdv(tiles.dkdv, 0, self.B * self.G, 0, self.M),
                 self.dq(tiles.dq),
@@ -296,10 +304,10 @@ class _Planner:
         heads = max(1, min(self.B * self.G, queries // chunk))
         carried = self.N if chunk < self.M else 0
         dtype = self["q"].dtype
-        sums = ((heads, carried, self.block_d), torch.float32)
-        ds = ((heads * self.group, self.N, -(-chunk // 8) * 8), dtype)
-        for name, (shape, kind) in zip(STASH, (ds, sums, sums), strict=True):
-            self.space(plan, name, shape, kind)
+        sums = _meta((heads, carried, self.block_d), torch.float32)
+        ds = _meta((heads * self.group, self.N, -(-chunk // 8) * 8), dtype)
+        for name, layout in zip(STASH, (ds, sums, sums), strict=True):
+            self.space(plan, name, layout)
         for head in range(0, self.B * self.G, heads):
             now = min(heads, self.B * self.G - head)
             for lo in range(0, self.M, chunk):
@@ -339,13 +347,7 @@ class _Planner:
             )  # fmt: skip
         names = self.factors(tiles, "q", "k", "v", "do")
         arguments = [
-            *self.rows(names, "mnnm", tiles, tma),
-            *(
-                Tile(self.places[n], line_descriptor(self[n], tiles.block_m))
-                if tma
-                else Pointer(self.places[n])
-                for n in ("lse", "delta")
-            ),
+            *self.rows(names, "mnnm", tiles, tma), *self.lines(tiles, tma),
             *self.rows(("dk", "dv"), "nn", tiles, tma),
             *self.pointers("q_ids", "k_ids", "k_first", "k_last"),
             self.stash_tile(tiles) if stash else None,
@@ -374,6 +376,31 @@ class _Planner:
             EVEN_N=self.N % tiles.block_n == 0,
         )  # fmt: skip
 
+    def joined(self, tiles: Backward) -> Launch:
+        """One launch of all; warps, stages, TMA and parts are as `tiles.dkdv` says."""
+        dkdv, dq = tiles.dkdv, tiles.dq
+        mask, tma = self.mask, dkdv.tma and self.tma
+        names = self.factors(dkdv, "q", "k", "v", "do")
+        arguments = [
+            *self.rows(names, "mnnm", dkdv, tma), *self.lines(dkdv, tma),
+            *self.rows(("dk", "dv"), "nn", dkdv, tma),
+            *self.rows(names, "mnnm", dq, tma), *self.pointers("lse", "delta"),
+            *self.rows(("dq",), "m", dq, tma), *self.pointers(*IDS),
+            *self.strides(*names, "dk", "dv", "dq"), self["lse"].stride(1),
+            mask.scale, mask.scale * LOG2E, self.heads, self.H, self.M, self.N, self.D,
+            mask.window or 0,
+        ]  # fmt: skip
+        programs = max(
+            triton.cdiv(self.N, dkdv.block_n) * self.B * self.G,
+            triton.cdiv(self.M, dq.block_m) * self.heads,
+        )
+        return Launch(
+            joined_kernel, (tiles.joined * programs,), arguments, **self.constants(dkdv, tma),
+            ROLES=tiles.joined, BLOCK_M_DQ=dq.block_m, BLOCK_N_DQ=dq.block_n,
+            EVEN_M=self.M % dkdv.block_m == 0, EVEN_N=self.N % dkdv.block_n == 0,
+            EVEN_N_DQ=self.N % dq.block_n == 0,
+        )  # fmt: skip
+
     def dq_from_stash(self, tiles: Tiles, head: int, heads: int, lo: int, hi: int) -> Launch:
         queries = heads * self.group
         arguments = [
@@ -389,6 +416,13 @@ class _Planner:
         )  # fmt: skip
 
 
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _with_heads(x: Tensor, name: str) -> Tensor:
     """A tensor without a dimension of heads gets one, of size 1."""
-    return x.unsqueeze(1) if x.dim() == (2 if name in ("lse", "delta") else 3) else x
+    if name == "lse":  # its stride is used, and `unsqueeze` would not know of the rows' padding
+        B, row = x.shape[0], x.stride(0)
+        return x.as_strided((B, 1, x.shape[1]), (row, row, 1)) if x.dim() == 2 else x
+    return x.unsqueeze(1) if x.dim() == 3 else x

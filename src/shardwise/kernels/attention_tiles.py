@@ -45,11 +45,12 @@ def _round_to_tf32(x):
 def product(a, b, acc, PRECISION: tl.constexpr):
     """a @ b, plus `acc` unless that is None; PRECISION says how fp32 is multiplied.
 
-    "split": a and b are three bf16 parts each, the largest first. Of their nine products six matter
-    to 24 bits. The small ones are added first, and `acc` outside the tensor cores: those cut sums
-    off instead of rounding them, which over a long sequence costs more than a digit.
+    "three parts": a and b are three bf16 parts each, the largest first. Of their nine products six
+    matter to 24 bits. The small ones are added first, and `acc` outside the tensor cores: those cut
+    sums off instead of rounding them, which over a long sequence costs more than a digit.
+    "two parts": of their four products three matter to 16 bits, and the cut stays below them.
     """
-    if PRECISION == "split":
+    if PRECISION == "three parts":
         part = _dot(a[2], b[0], None, "ieee")
         part = _dot(a[1], b[1], part, "ieee")
         part = _dot(a[0], b[2], part, "ieee")
@@ -57,6 +58,10 @@ def product(a, b, acc, PRECISION: tl.constexpr):
         part = _dot(a[0], b[1], part, "ieee")
         part = _dot(a[0], b[0], part, "ieee")
         acc = part if acc is None else acc + part
+    elif PRECISION == "two parts":
+        acc = _dot(a[1], b[0], acc, "ieee")
+        acc = _dot(a[0], b[1], acc, "ieee")
+        acc = _dot(a[0], b[0], acc, "ieee")
     elif PRECISION == "tf32" and a.dtype == tl.float32:
         acc = _dot(_round_to_tf32(a), _round_to_tf32(b), acc, PRECISION)
     else:
@@ -75,63 +80,36 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 @triton.jit
 def turned(x, PRECISION: tl.constexpr):
     """x transposed, or each of its parts."""
-    return (x[0].T, x[1].T, x[2].T) if PRECISION == "split" else x.T
+    if PRECISION == "three parts":
+        x_T = (x[0].T, x[1].T, x[2].T)
+    elif PRECISION == "two parts":
+        x_T = (x[0].T, x[1].T)
+    else:
+        x_T = x.T
+    return x_T
 
 
 @triton.jit
 def factor(x, other, PRECISION: tl.constexpr):
     """Computed fp32 numbers as a factor of a product with `other`."""
-    return split(x) if PRECISION == "split" else x.to(other.dtype)
+    if PRECISION == "three parts":
+        made = split(x)
+    elif PRECISION == "two parts":
+        parts = split(x)
+        made = (parts[0], parts[1])
+    else:
+        made = x.to(other.dtype)
+    return made
 
 
 @triton.jit
 def split(x):
-    """fp32 as three bf16 numbers that add up to it."""
+    """fp32 as three bf16 numbers that add up to it, the largest first."""
     high = x.to(tl.bfloat16)
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
     return high, middle, low
-
-
-@triton.jit
-def _split_rows(x, parts, strides, H, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The parts of head h become the heads 3h, 3h + 1 and 3h + 2 of `parts`, (B, 3H, M, D)."""
-    head = tl.program_id(1).to(tl.int64)
-    m0 = tl.program_id(0) * BLOCK_M
-    x_MD = load_rows(
-        x, head // H, head % H, m0, M, D, strides, BLOCK_M, BLOCK_D, False, False, False
-    )
-    high, middle, low = split(x_MD)
-    m = m0 + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    places = parts + (3 * head * M + m[:, None]) * D + d[None, :]
-    inside = (m[:, None] < M) & (d[None, :] < D)
-    tl.store(places, high, mask=inside)
-    tl.store(places + M.to(tl.int64) * D, middle, mask=inside)
-    tl.store(places + 2 * M.to(tl.int64) * D, low, mask=inside)
-
-
-@triton.jit(do_not_specialize=ANY_INTEGER)
-def split_kernel(
-    q, k, v, do, q_parts, k_parts, v_parts, do_parts,
-    q_strides, k_strides, v_strides, do_strides, heads, H, M, N, D,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """All factors of a pass in one launch; `do` is None in forward."""
-    which = tl.program_id(2)
-    inside = tl.program_id(1) < heads // GROUP
-    if which == 0:
-        _split_rows(q, q_parts, q_strides, H, M, D, BLOCK_M, BLOCK_D)
-    elif which == 1:
-        if inside:
-            _split_rows(k, k_parts, k_strides, H // GROUP, N, D, BLOCK_M, BLOCK_D)
-    elif which == 2:
-        if inside:
-            _split_rows(v, v_parts, v_strides, H // GROUP, N, D, BLOCK_M, BLOCK_D)
-    else:
-        if do is not None:
-            _split_rows(do, do_parts, do_strides, H, M, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -228,8 +206,8 @@ def load_factor(
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
     EVEN_ROWS: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows` for a product: all parts, where `split_kernel` has made them."""
-    if PRECISION == "split":
+    """`load_rows` for a product: all parts of a head, where `split_kernel` has made them."""
+    if PRECISION == "three parts":
         a = load_rows(
             source, b, 3 * h, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
         )
@@ -240,6 +218,14 @@ def load_factor(
             source, b, 3 * h + 2, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
         )
         tile = (a, c, e)
+    elif PRECISION == "two parts":
+        a = load_rows(
+            source, b, 2 * h, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
+        )
+        c = load_rows(
+            source, b, 2 * h + 1, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D
+        )
+        tile = (a, c)
     else:
         tile = load_rows(
             source, b, h, row, rows, width, strides, BLOCK, BLOCK_D, TMA, EVEN_ROWS, EVEN_D

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +32,11 @@ from torch import Tensor
 from shardwise.errors import UserError
 from shardwise.kernels.attention import FlashAttention, attention
 from shardwise.kernels.attention_reference import plain_attention
+from shardwise.measurement.attention_plot import make_picture
 from shardwise.measurement.attention_seed import TABLE_4, TABLE_5, TABLE_7, numbers
 from shardwise.measurement.benchmark import describe_environment
+from shardwise.measurement.models import eager
+from shardwise.measurement.rows import RowFile, measured_elsewhere, read_rows
 
 DOCUMENT = ("table7", "tables45")
 SWEEPS = ("heads", *DOCUMENT)
@@ -104,6 +105,8 @@ def seed_figures(case: Case) -> dict[str, float]:
 
 
 def make_cases(sweeps: tuple[str, ...], quick: bool) -> list[Case]:
+    """In the order of measuring: last what no promise is made about, long sequences of other widths
+    than 128."""
     cases: list[Case] = []
     lengths: tuple[int, ...]
     if "heads" in sweeps:
@@ -126,27 +129,19 @@ def make_cases(sweeps: tuple[str, ...], quick: bool) -> list[Case]:
             for seq in (128,) if quick else (256, 1024, 4096, 8192, 16384):
                 for backend in ("plain", "compiled", "triton"):
                     cases.append(Case("tables45", backend, "fp32", 8, 1, seq, dim, False))
-    return cases
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention as one writes it first."""
-    s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if causal:
-        place = torch.arange(q.shape[-2], device=q.device)
-        s = s.masked_fill(place[:, None] < place, -math.inf)
-    return torch.softmax(s, dim=-1) @ v
+    return sorted(cases, key=lambda c: c.seq > 32768 and c.heads == 1 and c.dim != 128)
 
 
 class Bench:
     """One run: its device, its compiled function, its ceilings, and parities already found."""
 
-    def __init__(self, quick: bool) -> None:
+    def __init__(self, quick: bool, ceilings: bool = True) -> None:
+        """Without ceilings, rows say nothing of what fraction of them they reach."""
         self.quick = quick
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.compiled = torch.compile(eager, dynamic=True)  # once for all shapes
         self.parities: dict[tuple[str, str, str, int, int], float] = {}
-        self.ceilings = {kind: self.ceiling(kind) for kind in DTYPES}
+        self.ceilings = {kind: self.ceiling(kind) for kind in DTYPES} if ceilings else {}
 
     def ceiling(self, kind: str) -> float:
         """TFLOP/s of a large square matrix product."""
@@ -159,12 +154,7 @@ class Bench:
         if self.device == "cuda":
             from triton.testing import do_bench
 
-            gc.collect()
-            gc.disable()  # its pauses are as long as a short attention
-            try:
-                return float(do_bench(call, warmup=15, rep=60, return_mode="median"))
-            finally:
-                gc.enable()
+            return float(do_bench(call, warmup=15, rep=60, return_mode="median"))
         times = []
         for _ in range(3):
             began = time.perf_counter()
@@ -210,6 +200,8 @@ class Bench:
 
     def measure(self, case: Case) -> Row:
         row = Row(case, seed=seed_figures(case))
+        gc.collect()
+        gc.disable()  # its pauses are as long as a short attention
         try:
             with _tf32(case.kind == "tf32"):
                 row.parity = self.parity(case)
@@ -221,6 +213,8 @@ class Bench:
             row.failure = "out of memory"
         except (RuntimeError, ValueError) as failure:
             row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
+        finally:
+            gc.enable()
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return row
@@ -246,8 +240,9 @@ class Bench:
                 lambda: torch.autograd.grad(o, qkv, do, retain_graph=True)
             )
         row.tflops = {name: case.flops(name) / ms / 1e9 for name, ms in row.ms.items()}
-        ceiling = self.ceilings[case.kind]
-        row.of_ceiling = {name: value / ceiling for name, value in row.tflops.items()}
+        if self.ceilings:
+            ceiling = self.ceilings[case.kind]
+            row.of_ceiling = {name: value / ceiling for name, value in row.tflops.items()}
 
 
 def _triton_version() -> str | None:
@@ -271,41 +266,6 @@ class _tf32:
         torch.backends.cuda.matmul.allow_tf32 = self.before
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """TFLOP/s of forward + backward against the sequence length, a panel per dtype and width."""
-    from plotly.graph_objects import Figure, Scatter
-    from plotly.subplots import make_subplots
-
-    timed = [r for r in rows if "both" in r["tflops"]]
-    panels = sorted({(r["case"]["sweep"], r["case"]["kind"], r["case"]["dim"]) for r in timed})
-    if not panels:
-        return
-    titles = [f"{sweep}, {kind}, dim {dim}" for sweep, kind, dim in panels]
-    figure: Figure = make_subplots(rows=-(-len(panels) // 2), cols=2, subplot_titles=titles)
-    colours = ["#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2"]
-    names = sorted({r["case"]["backend"] for r in timed})
-    for i, panel in enumerate(panels):
-        for name in names:
-            points = sorted(
-                (r["case"]["seq"], r["tflops"]["both"])
-                for r in timed
-                if (r["case"]["sweep"], r["case"]["kind"], r["case"]["dim"]) == panel
-                and r["case"]["backend"] == name
-            )
-            if points:
-                x, y = zip(*points, strict=True)
-                line = {"color": colours[names.index(name) % len(colours)]}
-                figure.add_trace(
-                    Scatter(x=x, y=y, name=name, line=line, legendgroup=name,
-                            showlegend=not any(t.name == name for t in figure.data)),
-                    row=i // 2 + 1, col=i % 2 + 1,
-                )  # fmt: skip
-    figure.update_xaxes(type="log", title="sequence length")
-    figure.update_yaxes(title="TFLOP/s, forward + backward")
-    figure.update_layout(height=330 * -(-len(panels) // 2), template="plotly_white")
-    figure.write_html(path, include_plotlyjs="cdn")
-
-
 def print_row(row: Row) -> None:
     case = row.case
     words = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
@@ -325,33 +285,27 @@ def print_row(row: Row) -> None:
 
 def run(arguments: argparse.Namespace, sweeps: tuple[str, ...], command: str) -> None:
     """Measure row by row, write the JSON after each, draw the plot."""
-    rows: list[dict[str, Any]] = []
-    if arguments.resume and arguments.json is not None and arguments.json.exists():
-        rows = json.loads(arguments.json.read_text())["rows"]
+    if arguments.resume and arguments.plot is not None and measured_elsewhere(arguments.json):
+        arguments.plot.write_text(make_picture(read_rows(arguments.json)))
+        return
     if not torch.cuda.is_available() and not arguments.quick:
-        if rows and arguments.plot is not None:  # measured elsewhere, drawn here
-            draw(rows, arguments.plot)
-            return
         raise UserError("this needs a CUDA device (--quick runs every path without one)")
-    done = {Case(**row["case"]).key for row in rows}
     bench = Bench(arguments.quick)
     facts = {
         "environment": {**describe_environment(arguments.commit), "triton": _triton_version()},
         "ceilings_tflops": bench.ceilings,
         "command": command,
     }
+    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
+    done = {Case(**row["case"]).key for row in file.rows}
     print(f"ms of {', '.join(PASSES)}, the document's in brackets; ceilings {bench.ceilings}")
-    began = time.monotonic()
     for case in make_cases(sweeps, arguments.quick):
         if case.key in done:
             continue
-        if arguments.budget is not None and time.monotonic() - began > arguments.budget:
-            print("the time is up; --resume continues")
+        if file.time_is_up():
             break
         row = bench.measure(case)
         print_row(row)
-        rows.append(asdict(row))
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        file.add(asdict(row))
     if arguments.plot is not None:
-        draw(rows, arguments.plot)
+        arguments.plot.write_text(make_picture(file.rows))

@@ -16,7 +16,6 @@ def write_json(
 
 def print_table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """One line per comparison; ratios are ours over the peer's."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title="one training step, shardwise against torch")
@@ -33,16 +32,24 @@ def print_table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> None
             *(f"{row[name]:.2f}" for name in ("step_ratio", "cpu_ratio", "memory_ratio")),
             "-" if row["parity"] is None else f"{row['parity']:.0e}",
         )
+    console = print_on_console(table, environment)
+    if any(row["settings"]["network"].startswith("emulated") for row in rows):
+        console.print("h200 rows: emulated network; values are fabricated, times are not")
+
+
+def print_on_console(table: Any, environment: dict[str, Any], width: int = 110) -> Any:
+    """Print a table and where its figures are from; gives the console for more lines."""
+    from rich.console import Console
+
     # A pipe has no width of its own; a table cut to 80 columns loses its names.
     console = Console()
-    console = console if console.is_terminal else Console(width=110)
+    console = console if console.is_terminal else Console(width=width)
     console.print(table)
     place = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
     console.print(
         f"commit {environment['commit']}, torch {environment['torch']}, {place}", highlight=False
     )
-    if any(row["settings"]["network"].startswith("emulated") for row in rows):
-        console.print("h200 rows: emulated network; values are fabricated, times are not")
+    return console
 
 
 SIDES = ("ours", "theirs")
