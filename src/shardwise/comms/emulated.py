@@ -1,50 +1,41 @@
-"""An emulated network: one process is a rank of an N-rank group, for torch's engines and ours
-alike.
+"""An emulated network: one process is a rank of any mesh, for torch's engines and ours alike.
 
 While `emulate(network)` is open, torch.distributed's collectives copy what would arrive (own shard
-repeated into a gather's output, own part of a reduce), wait the modelled time on one stream per
+repeated into a gather's output, own part of a reduce), take the modelled time on one stream per
 group, and return work whose `wait()` orders streams without blocking the host. Both engines look
-these functions up in `torch.distributed` at each call, so both meet the same network.
+these functions up in `torch.distributed` at each call, so both meet the same network;
+DistributedDataParallel issues from C++, so it gets a communication hook that does.
 
-The values are fabricated: read no loss from them, and label every figure `emulated`. It does not
-show what a real library does beside moving bytes (NCCL's kernels take multiprocessors from
-compute), nor collectives that C++ issues by itself (DistributedDataParallel's).
+The values are fabricated: read no loss from them, and label every figure `emulated`.
+docs/emulation.md says what is modelled and what is not.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
+from shardwise.comms.emulated_ddp import hook_ddp
+from shardwise.comms.emulated_device import DeviceLinks, Mode, Move
+from shardwise.comms.emulated_exposure import DeviceRecorder, Exposure, HostRecorder, Note
+from shardwise.comms.emulated_links import (
+    NO_TIME,
+    Flow,
+    HostLinks,
+    Network,
+    NetworkModel,
+    Transfer,
+)
 from shardwise.comms.versions import current_stream
 
-
-@dataclass(frozen=True)
-class Network:
-    """What every group of ranks is joined by. The default is free: data arrives, nobody waits."""
-
-    bandwidth: float = math.inf  # bytes per second that one rank sends
-    latency: float = 0.0  # seconds per collective
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ValueError(f"Network.bandwidth is {self.bandwidth}, expected bytes/s above 0")
-        if not self.latency >= 0:
-            raise ValueError(f"Network.latency is {self.latency}, expected seconds, at least 0")
-
-    def seconds(self, nbytes: int, ranks: int, rounds: int = 1) -> float:
-        """A ring's time for a message of `nbytes`; an all-reduce goes round twice."""
-        return self.latency + rounds * nbytes * (ranks - 1) / ranks / self.bandwidth
+__all__ = ["Emulation", "Mode", "Network", "NetworkModel", "Transfer", "emulate"]
 
 
 class EmulatedWork(Work):
@@ -54,37 +45,57 @@ class EmulatedWork(Work):
 
     idle: ClassVar[list[EmulatedWork]] = []
     device: torch.device
+    emulation: Emulation
     arrived: torch.cuda.Event | None = None
-    ready = 0.0  # on a CPU: the clock when the data is there
+    flow: Flow | None = None  # on a CPU
     waited_for = False
 
     @classmethod
-    def start(cls, device: torch.device) -> EmulatedWork:
+    def start(cls, emulation: Emulation, device: torch.device) -> EmulatedWork:
         work = cls.idle.pop() if cls.idle else cls()
-        work.device, work.waited_for = device, False
+        work.emulation, work.device, work.waited_for = emulation, device, False
+        work.flow = None
         if device.type == "cuda" and work.arrived is None:
             work.arrived = torch.cuda.Event()
         return work
 
     def wait(self, timeout: Any = None) -> bool:
-        if self.arrived is not None:
-            current_stream(self.device).wait_event(self.arrived)
+        if self.flow is not None:
+            self.emulation.wait_on_host(self.flow)
         else:
-            time.sleep(max(0.0, self.ready - time.perf_counter()))
+            assert self.arrived is not None
+            current_stream(self.device).wait_event(self.arrived)
         if not self.waited_for:
             self.waited_for = True
             self.idle.append(self)
         return True
 
+    def get_future(self) -> Any:
+        raise NotImplementedError(
+            "an emulated collective has no future; wait() for it, or remove the communication hook "
+            "that asks for one (emulation installs its own on DistributedDataParallel)"
+        )
+
 
 class Emulation:
-    """The collectives of one open emulation, and how often each was called."""
+    """The collectives of one open emulation, what each cost, and how often it was called.
 
-    def __init__(self, network: Network) -> None:
+    `mode` may be changed between steps, to see what the network costs them: in a `free` one data
+    arrives and nobody waits, with the same calls on the host; in an `unwaited` one, on a GPU, the
+    collectives' kernels also go on beside compute for their time.
+    """
+
+    def __init__(self, network: NetworkModel, occupancy: int = 0) -> None:
         self.network = network
+        self.occupancy = occupancy
+        self.mode: Mode = "network"
         self.calls: Counter[str] = Counter()
-        self._streams: dict[Any, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-        self._busy_until: dict[Any, float] = {}  # on a CPU: when the group's wire is free again
+        self.sent: Counter[str] = Counter()  # bytes of whole buffers, by collective
+        self._host = HostLinks()
+        self._devices: dict[torch.device, DeviceLinks] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}
+        self._transfers: dict[tuple[str, int, Any], Transfer] = {}
+        self._recorder: HostRecorder | DeviceRecorder | None = None
 
     def all_gather(
         self,
@@ -93,12 +104,10 @@ class Emulation:
         group: Any = None,
         async_op: bool = False,
     ) -> Work | None:
-        rows = output_tensor.view(dist.get_world_size(group), -1)
-
-        def copy() -> None:
-            rows.copy_(input_tensor.reshape(1, -1).expand_as(rows))
-
-        return self._run("all_gather", rows, copy, rows.numel(), group, async_op)
+        output, source = output_tensor.view(-1), input_tensor.reshape(-1)
+        size = output.numel()
+        move = Move(output, source, dist.get_world_size(group), source, size, (0, size))
+        return self._run("all_gather", output, move, group, async_op)
 
     def reduce_scatter(
         self,
@@ -108,86 +117,121 @@ class Emulation:
         group: Any = None,
         async_op: bool = False,
     ) -> Work | None:
-        rows = input.view(dist.get_world_size(group), -1)
-        own = rows[dist.get_rank(group)]
-
-        def copy() -> None:
-            output.view(-1).copy_(own)
-
-        return self._run("reduce_scatter", rows, copy, own.numel(), group, async_op)
+        whole, own = input.view(-1), output.view(-1)
+        part, rank = own.numel(), dist.get_rank(group)
+        kept = (rank * part, rank * part + part)
+        move = Move(own, whole[kept[0] : kept[1]], 1, whole, whole.numel(), kept)
+        return self._run("reduce_scatter", whole, move, group, async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Work | None:
-        return self._run("all_reduce", tensor, _nothing, 0, group, async_op, rounds=2)
+        size = tensor.numel()
+        # Twice round the ring: a kernel that moves the data reads it twice.
+        move = Move(tensor, tensor, 0, tensor, 2 * size, (0, size))
+        return self._run("all_reduce", tensor, move, group, async_op)
+
+    @contextmanager
+    def measure(self, device: torch.device) -> Iterator[Exposure]:
+        """What the block's collectives took and what of it was exposed, filled in at its end. On a
+        GPU the current stream is the one that counts as compute.
+        """
+        measured = Exposure()
+        if device.type == "cuda":
+            recorder = DeviceRecorder(device)
+            self._recorder = recorder
+            with recorder.watch():
+                yield measured
+        else:
+            self._recorder = HostRecorder(self._host)
+            yield measured
+        assert self._recorder is not None
+        found, self._recorder = self._recorder.result(), None
+        measured.__dict__.update(found.__dict__)
+
+    def links_of(self, device: torch.device) -> DeviceLinks:
+        if device not in self._devices:
+            self._devices[device] = DeviceLinks(device, self.occupancy)
+        return self._devices[device]
+
+    def wait_on_host(self, flow: Flow) -> None:
+        began = time.perf_counter()
+        self._host.wait(flow)
+        if isinstance(self._recorder, HostRecorder):
+            self._recorder.waits.append((began, time.perf_counter()))
+
+    def transfer(self, collective: str, nbytes: int, group: Any) -> Transfer:
+        """What the network says of one collective; asked once for each size and group."""
+        key = (collective, nbytes, group)
+        if key not in self._transfers:
+            self._transfers[key] = self.network.transfer(collective, nbytes, self._ranks_of(group))
+        return self._transfers[key]
 
     def _run(
-        self,
-        name: str,
-        message: torch.Tensor,
-        copy: Callable[[], None],
-        written: int,
-        group: Any,
-        async_op: bool,
-        rounds: int = 1,
+        self, name: str, message: torch.Tensor, move: Move, group: Any, async_op: bool
     ) -> Work | None:
-        """Queue the copy, which writes `written` elements, and the wait for the whole message."""
+        """Queue the copy, and the time of the whole message."""
+        nbytes = message.numel() * message.element_size()
         self.calls[name] += 1
+        self.sent[name] += nbytes
         group = group or dist.group.WORLD
-        size = message.element_size()
-        seconds = self.network.seconds(message.numel() * size, dist.get_world_size(group), rounds)
+        transfer = self.transfer(name, nbytes, group)
+        note = None
+        if self._recorder is not None:
+            modelled = transfer.seconds if self.mode == "network" else 0.0
+            note = Note(name, len(self._ranks_of(group)), nbytes, modelled)
+            self._recorder.notes.append(note)
         # Autograd does not record a collective.
         with torch.no_grad():
             if message.is_cuda:
-                work = self._on_stream(group, message.device, copy, written * size, seconds)
+                work = self._on_device(group, message.device, move, transfer, note)
             else:
-                work = self._on_host(group, copy, seconds)
+                work = self._on_host(group, move, transfer, note)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _on_stream(
-        self,
-        group: Any,
-        device: torch.device,
-        copy: Callable[[], None],
-        written_bytes: int,
-        seconds: float,
-    ) -> Work:
-        if group not in self._streams:
-            self._streams[group] = torch.cuda.Stream(device), torch.cuda.Event()
-        (stream, moment), caller = self._streams[group], current_stream(device)
-        work = EmulatedWork.start(device)
-        moment.record(caller)
-        stream.wait_event(moment)
-        torch.cuda.set_stream(stream)
-        try:
-            copy()
-            # The copy takes a share of the modelled time already.
-            cycles, copy_seconds = _calibrate(device)
-            spin = int((seconds - written_bytes * copy_seconds) * cycles) if seconds else 0
-            if spin > 0:
-                torch.cuda._sleep(spin)
-        finally:
-            torch.cuda.set_stream(caller)
+    def _on_device(
+        self, group: Any, device: torch.device, move: Move, transfer: Transfer, note: Note | None
+    ) -> EmulatedWork:
+        links = self.links_of(device)
+        work = EmulatedWork.start(self, device)
         assert work.arrived is not None
-        work.arrived.record(stream)
+        began = None
+        if note is not None and isinstance(self._recorder, DeviceRecorder):
+            began = note.start = self._recorder.mark()
+        links.run(group, move, transfer, work.arrived, began, self.mode)
+        if began is not None and note is not None and isinstance(self._recorder, DeviceRecorder):
+            note.end = self._recorder.mark()
+            note.end.record(links.lane(group).stream)
         return work
 
-    def _on_host(self, group: Any, copy: Callable[[], None], seconds: float) -> Work:
-        copy()
-        now = time.perf_counter()
-        work = EmulatedWork.start(torch.device("cpu"))
-        work.ready = max(now, self._busy_until.get(group, now)) + seconds
-        self._busy_until[group] = work.ready
+    def _on_host(
+        self, group: Any, move: Move, transfer: Transfer, note: Note | None
+    ) -> EmulatedWork:
+        move.run()
+        work = EmulatedWork.start(self, torch.device("cpu"))
+        taken = transfer if self.mode == "network" else NO_TIME
+        work.flow = self._host.add(time.perf_counter(), group, taken)
+        if note is not None:
+            note.flow = work.flow
         return work
+
+    def _ranks_of(self, group: Any) -> tuple[int, ...]:
+        if group not in self._ranks:
+            self._ranks[group] = tuple(dist.get_process_group_ranks(group))
+        return self._ranks[group]
 
 
 @contextmanager
-def emulate(network: Network) -> Iterator[Emulation]:
-    """Put the emulated collectives in torch.distributed's place; restore them at the end."""
-    emulation = Emulation(network)
+def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
+    """Put the emulated collectives in torch.distributed's place; restore them at the end.
+
+    `occupancy`: on a GPU, how many blocks move a collective's data at the modelled rate, as a
+    communication library's kernel would; 0: copies at full speed, and one warp that waits.
+    """
+    emulation = Emulation(network, occupancy)
     replaced = {
         "all_gather_single": emulation.all_gather,
         "all_gather_into_tensor": emulation.all_gather,
@@ -200,34 +244,8 @@ def emulate(network: Network) -> Iterator[Emulation]:
     for name in originals:
         setattr(dist, name, replaced[name])
     try:
-        yield emulation
+        with hook_ddp():
+            yield emulation
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-
-
-def _nothing() -> None:
-    return None
-
-
-@cache
-def _calibrate(device: torch.device) -> tuple[float, float]:
-    """Spin cycles per second of a busy GPU, and seconds that a copy takes per byte written."""
-    rows = torch.empty((8, 2**25), dtype=torch.uint8, device=device)
-    source = torch.zeros((1, 2**25), dtype=torch.uint8, device=device).expand_as(rows)
-    spins = 10**8
-    # First at whatever clock the GPU idles at, then again at the one it runs at.
-    for _ in range(2):
-        spun = _time_on_device(device, lambda: torch.cuda._sleep(spins))
-        copied = _time_on_device(device, lambda: rows.copy_(source))
-    return spins / spun, copied / rows.numel()
-
-
-def _time_on_device(device: torch.device, work: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    work()
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1e3

@@ -10,8 +10,7 @@ collects three kinds of marks, all in the host's clock (`time.perf_counter_ns`):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -32,7 +31,9 @@ class Range:
 
 @dataclass
 class Call:
-    """One collective as this rank issued it, from `start` to `issued`; `end` where it is known."""
+    """One collective as this rank issued it, from `start` to `issued`; it ran from `begun` to
+    `end`, where that is known.
+    """
 
     name: str
     unit: str
@@ -43,7 +44,15 @@ class Call:
     members: tuple[int, ...]  # the group's ranks in the world
     start: int
     issued: int = 0
+    begun: int | None = None
     end: int | None = None
+
+
+@dataclass
+class Wait(Range):
+    """The host stood still for `call`."""
+
+    call: Call
 
 
 @dataclass(frozen=True)
@@ -117,19 +126,22 @@ class Marks:
 
     # Ranges
 
-    @contextmanager
-    def range(self, name: str, unit: str) -> Iterator[None]:
-        made = Range(name, unit, self.phase, perf_counter_ns(), 0)
+    def range(self, name: str, unit: str) -> AbstractContextManager[None]:
+        return _Inside(self, Range(name, unit, self.phase, 0, 0))
+
+    def open_range(self, made: Range) -> Any:
         self._open.append(made)
-        token = self._annotator.start(f"{name} {unit}") if self._annotator is not None else None
-        try:
-            yield
-        finally:
-            made.end = perf_counter_ns()
-            if self._annotator is not None:
-                self._annotator.end(token)
-            self._open.pop()
-            self.ranges.append(made)
+        made.start = perf_counter_ns()
+        if self._annotator is not None:
+            return self._annotator.start(f"{made.name} {made.unit}")
+        return None
+
+    def close_range(self, made: Range, token: Any) -> None:
+        made.end = perf_counter_ns()
+        if self._annotator is not None:
+            self._annotator.end(token)
+        self._open.pop()
+        self.ranges.append(made)
 
     # Calls
 
@@ -155,6 +167,21 @@ class Marks:
         self.buffers.append(BufferMark(perf_counter_ns(), buffer, address, nbytes))
 
 
+class _Inside:
+    """A range that is open. Not a generator: those cost several times as much."""
+
+    __slots__ = ("_made", "_marks", "_token")
+
+    def __init__(self, marks: Marks, made: Range) -> None:
+        self._marks, self._made = marks, made
+
+    def __enter__(self) -> None:
+        self._token = self._marks.open_range(self._made)
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.close_range(self._made, self._token)
+
+
 class Watched:
     """A collective under way on a host, whose wait is a range."""
 
@@ -163,15 +190,15 @@ class Watched:
 
     def wait(self) -> Any:
         marks, call = self.marks, self.call
-        began = perf_counter_ns()
+        began, flow = perf_counter_ns(), getattr(self.handle, "flow", None)
         result = self.handle.wait()
         now = perf_counter_ns()
-        marks.ranges.append(Range("wait", call.unit, marks.phase, began, now))
+        marks.ranges.append(Wait("wait", call.unit, marks.phase, began, now, call))
         if call.end is None:
-            # An emulated network says when its data is there. Otherwise the trace has the end; this
-            # is the latest that it can be.
-            ready = getattr(self.handle, "ready", None)
-            call.end = int(ready * 1e9) if ready else now
+            # Only an emulated network says when it moved the data; this is the latest it can be.
+            call.end = now
+            if flow is not None and flow.started is not None and flow.ended is not None:
+                call.begun, call.end = int(flow.started * 1e9), int(flow.ended * 1e9)
         return result
 
 

@@ -165,3 +165,10 @@ def activity_of(event: Any) -> str:
         return "cuda_runtime" if _RUNTIME.match(name) else "cpu_op"
     copies = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
     return copies.get(name[:6], "kernel")
+
+
+def fsdp_param_group_module() -> Any:
+    """Where torch's FSDP2 looks up the `record_function` that names its work."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    return _fsdp_param_group

@@ -1,0 +1,180 @@
+"""The emulated network on one GPU, against its clock.
+
+Needs no pytest where there is none: `python -m tests.gpu.test_emulated` runs the same tests.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.comms import versions
+from shardwise.comms.emulated import Emulation, Network, emulate
+from shardwise.comms.emulated_exposure import Message
+from shardwise.measurement.emulate import joined
+from shardwise.measurement.emulate_check import time_collective
+
+try:
+    import pytest
+except ImportError:  # a GPU machine without test tools
+    pytest = None  # type: ignore[assignment]
+
+DEVICE = torch.device("cuda", 0)
+MIB = 2**20
+WORLD = 8
+ERROR = 0.03
+
+
+@contextmanager
+def network(bandwidth: float, shared: bool = False, occupancy: int = 0) -> Iterator[Emulation]:
+    with joined(1, WORLD), emulate(Network(bandwidth, 20e-6, shared), occupancy) as emulation:
+        yield emulation
+
+
+def test_collectives_take_the_modelled_time() -> None:
+    """From 1 MiB to 1 GiB, on an idle device and beside matrix products."""
+    late = []
+    with network(300e9) as emulation:
+        for size in (1, 4, 16, 64, 256, 1024):
+            for loaded in (False, True):
+                modelled, taken = time_collective(
+                    emulation, DEVICE, "all_gather", size * MIB, loaded
+                )
+                error = statistics.median(taken) / modelled - 1
+                if abs(error) >= ERROR:
+                    late.append(f"{size} MiB, loaded {loaded}: {error:+.1%}")
+    assert not late, late
+
+
+def test_groups_that_share_a_link_share_its_time() -> None:
+    """Two equal gathers at once over one link take as long as one after the other; over links of
+    their own they take as long as one.
+    """
+    alone = Network(100e9, 20e-6).seconds(256 * MIB, WORLD)
+    for shared, expected in ((True, 2 * alone - 20e-6), (False, alone)):
+        with network(100e9, shared) as emulation:
+            taken = [message.seconds for message in _gather_twice_at_once(emulation)]
+            for seconds in taken:
+                assert abs(seconds / expected - 1) < ERROR, (shared, taken, expected)
+
+
+def _gather_twice_at_once(emulation: Emulation) -> list[Message]:
+    groups = [dist.group.WORLD, dist.new_group(list(range(WORLD)))]
+    whole = [torch.zeros(256 * MIB // 4, device=DEVICE) for _ in groups]
+    part = torch.zeros(256 * MIB // 4 // WORLD, device=DEVICE)
+    for _ in range(2):  # the first round makes the streams
+        torch.cuda.synchronize()
+        emulation.links_of(DEVICE).delay(5e-3)
+        with emulation.measure(DEVICE) as measured:
+            works = [
+                versions.all_gather(output, part, group)
+                for output, group in zip(whole, groups, strict=True)
+            ]
+            for work in works:
+                work.wait()
+    return measured.messages
+
+
+def test_a_wait_of_the_compute_stream_is_exposed() -> None:
+    """A gather behind which nothing computes is exposed in full; behind a longer product, not."""
+    with network(100e9) as emulation:
+        whole = torch.zeros(64 * MIB // 4, device=DEVICE)
+        part = torch.zeros(64 * MIB // 4 // WORLD, device=DEVICE)
+        matrix = torch.randn((8192, 8192), device=DEVICE, dtype=torch.bfloat16)
+        exposed = {}
+        for products in (0, 8):
+            for _ in range(2):
+                torch.cuda.synchronize()
+                emulation.links_of(DEVICE).delay(5e-3)
+                with emulation.measure(DEVICE) as measured:
+                    work = versions.all_gather(whole, part, None)
+                    for _ in range(products):
+                        matrix @ matrix
+                    work.wait()
+            exposed[products] = measured.exposed_s
+        modelled = Network(100e9, 20e-6).seconds(64 * MIB, WORLD)
+        assert abs(exposed[0] / modelled - 1) < ERROR, (exposed, modelled)
+        assert exposed[8] < 0.05 * modelled, (exposed, modelled)
+
+
+def test_a_free_collective_takes_no_longer_than_its_copy() -> None:
+    with network(1e9) as emulation:
+        emulation.mode = "free"
+        whole = torch.zeros(MIB, device=DEVICE)
+        part = torch.full((MIB // WORLD,), 3.0, device=DEVICE)
+        for _ in range(2):
+            with emulation.measure(DEVICE) as measured:
+                versions.all_gather(whole, part, None).wait()
+        assert measured.messages[0].seconds < 1e-3
+        assert measured.messages[0].modelled_s == 0
+        assert bool((whole == 3.0).all())
+
+
+def test_blocks_that_move_the_data_take_the_same_time_and_move_it() -> None:
+    with network(100e9, occupancy=16) as emulation:
+        part = torch.randn(16 * MIB // 4 // WORLD, device=DEVICE).bfloat16()
+        whole = torch.zeros(WORLD * part.numel(), device=DEVICE, dtype=torch.bfloat16)
+        own = torch.zeros_like(part)
+        summed = whole.clone()
+        for _ in range(2):
+            torch.cuda.synchronize()
+            emulation.links_of(DEVICE).delay(5e-3)
+            with emulation.measure(DEVICE) as measured:
+                versions.all_gather(whole, part, None).wait()
+                versions.reduce_scatter(own, whole, None).wait()
+                dist.all_reduce(summed)
+        assert torch.equal(whole.view(WORLD, -1), part.expand(WORLD, -1))
+        assert torch.equal(own, part)
+        for message in measured.messages:
+            error = message.seconds / message.modelled_s - 1
+            assert abs(error) < ERROR, (message, error)
+
+
+def test_ddp_s_buckets_go_over_the_network() -> None:
+    with network(10e9) as emulation:
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to(DEVICE)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=8)
+        for _ in range(3):
+            wrapped.zero_grad()
+            emulation.sent.clear()
+            emulation.links_of(DEVICE).delay(20e-3)
+            with emulation.measure(DEVICE) as measured:
+                wrapped(torch.randn(64, 1024, device=DEVICE)).square().mean().backward()
+        assert emulation.sent["all_reduce"] == 8 * 4 * MIB
+        modelled = sum(message.modelled_s for message in measured.messages)
+        assert 0.5 * modelled < measured.exposed_s < 1.1 * modelled, (measured.exposed_s, modelled)
+
+
+TESTS: list[Callable[[], None]] = [
+    value for name, value in list(globals().items()) if name.startswith("test_")
+]
+
+if pytest is not None:
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ]
+
+
+def main() -> int:
+    """All tests without pytest; the exit code counts the failures."""
+    failures = 0
+    for test in TESTS:
+        try:
+            test()
+            print(f"{test.__name__}: ok", flush=True)
+        except Exception as error:
+            failures += 1
+            print(f"{test.__name__}: FAILED {type(error).__name__}: {error}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
