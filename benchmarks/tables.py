@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import exercise_tables
 
 ROOT = Path(__file__).parent.parent
 STEP = ("step-cpu.json", "step-h200.json")
@@ -90,16 +94,22 @@ def make_attention_step_table() -> str:
     return "\n".join([*lines, "", note("attention-step-h200.json") + ".", ""])
 
 
+def make_exercise_table(name: str, make: Callable[[Any], str]) -> str:
+    return "\n".join([make(load(name)), note(name) + ".", ""])
+
+
 TABLES = {
     "step": lambda: make_step_table(STEP),
     "step-dropin": lambda: make_step_table(DROPIN),
     "attention": make_attention_table,
     "attention-step": make_attention_step_table,
+    **{name: partial(make_exercise_table, *how) for name, how in exercise_tables.TABLES.items()},
 }
 PAGES = {
     "README.md": ["step-dropin", "step"],
     "docs/benchmarks.md": ["step", "step-dropin", "attention", "attention-step"],
     "docs/attention.md": ["attention"],
+    "docs/exercises-measured.md": list(exercise_tables.TABLES),
 }
 
 
@@ -119,6 +129,12 @@ def main() -> int:
             stale.append(name)
             if "--check" not in sys.argv:
                 page.write_text(fresh)
+    for name, (result, draw) in exercise_tables.PICTURES.items():
+        picture, fresh = ROOT / name, draw(load(result))
+        if not picture.exists() or picture.read_text() != fresh:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                picture.write_text(fresh)
     if "--check" in sys.argv and stale:
         print(f"tables differ from benchmarks/results: {stale}; run python benchmarks/tables.py")
         return 1

@@ -1,0 +1,166 @@
+"""The tables and pictures of docs/exercises-measured.md, from the results of the exercises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.measurement import memory_bench_plot, overlap_plot
+
+Result = dict[str, Any]
+
+
+def _table(heads: list[str], lines: list[list[str]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _spread(figures: dict[str, float]) -> str:
+    return f"{figures['mean']:.1f} ± {figures['std']:.1f}"
+
+
+def _seeds_pair(row: dict[str, Any], table: int) -> list[str]:
+    for figures in row["seed"]:
+        if figures["table"] == table:
+            return [f"{figures['forward']:.0f}", f"{figures['backward']:.0f}"]
+    return ["", ""]
+
+
+def make_times(result: Result) -> str:
+    """Tables 1 and 2: ms after five steps of warm-up."""
+    heads = ["model", "precision", "forward", "backward", "optimizer", "H100 forward",
+             "H100 backward", "A100 forward", "A100 backward"]  # fmt: skip
+    lines = []
+    for row in result["rows"]:
+        held = row["by_warmup"]["5"]
+        own = [_spread(held[part]) for part in ("forward", "backward", "optimizer")]
+        lines.append([row["size"], row["precision"], *own, *_seeds_pair(row, 1),
+                      *_seeds_pair(row, 2)])  # fmt: skip
+    return _table(heads, lines)
+
+
+def make_warmup(result: Result) -> str:
+    """What is measured with fewer steps of warm-up: ms of forward and backward together."""
+    counts = [str(count) for count in result["warmups"]]
+    heads = ["model", "precision", "first step", *(f"warm-up {count}" for count in counts)]
+    lines = []
+    for row in result["rows"]:
+        both = [row["by_warmup"][count] for count in counts]
+        first = row["ms"]["forward"][0] + row["ms"]["backward"][0]
+        sums = [held["forward"]["mean"] + held["backward"]["mean"] for held in both]
+        lines.append([row["size"], row["precision"], f"{first:.0f}", *(f"{s:.1f}" for s in sums)])
+    return _table(heads, lines)
+
+
+def make_memory(result: Result) -> str:
+    """Table 3, for all sizes: GB at the peak."""
+    heads = ["model", "precision", "context", "inference", "forward", "seed's forward",
+             "first step", "second step", "seed's step"]  # fmt: skip
+    rows = {(r["size"], r["precision"], r["context"], r["mode"]): r for r in result["rows"]}
+    lines = []
+    for size, precision, context in dict.fromkeys(key[:3] for key in rows):
+        cells = [size, precision, str(context)]
+        for mode in ("inference", "forward", "step"):
+            row = rows[size, precision, context, mode]
+            if "failure" in row:
+                cells += [row["failure"]] * (2 if mode == "step" else 1)
+            else:
+                cells += [f"{peak['bytes'] / 1e9:.2f}" for peak in row["peaks"]]
+            if mode != "inference":
+                cells.append(f"{row['seed']['gb']:.2f}" if row["seed"] else "")
+        lines.append(cells)
+    return _table(heads, lines)
+
+
+def make_holders(result: Result) -> str:
+    """What holds the memory of the largest model at its peaks, GB, and its largest tensors."""
+    heads = ["precision", "context", "pass", "parameters", "gradients", "moments", "activations",
+             "rest", "largest tensors"]  # fmt: skip
+    size = result["rows"][-1]["size"]
+    lines = []
+    for row in result["rows"]:
+        if row["size"] != size or "curve" not in row:
+            continue
+        for peak in row["peaks"]:
+            roles = [peak["roles"][name] for name in heads[3:7]]
+            roles.append(peak["bytes"] - sum(roles))
+            most = peak["largest"][0]["each"]
+            named = [f"{g['count']} x {g['what']}" for g in peak["largest"] if g["each"] == most]
+            lines.append([row["precision"], str(row["context"]), peak["pass"],
+                          *(f"{value / 1e9:.2f}" for value in roles),
+                          f"{most / 2**20:.0f} MiB: {'; '.join(named[:3])}"])  # fmt: skip
+    return _table(heads, lines)
+
+
+def make_compiled(result: Result) -> str:
+    """Table 6: ms, eager and compiled."""
+    heads = ["model", "compiled", "first call", "forward", "eager", "backward", "eager",
+             "whole step", "eager", "seed's forward", "eager", "seed's backward",
+             "eager"]  # fmt: skip
+    lines = []
+    for row in result["rows"]:
+        if row["part"] != "model":
+            continue
+        if "failure" in row:
+            lines.append([row["size"], row["scope"], row["failure"], *[""] * 10])
+            continue
+        cells = [row["size"], row["scope"], f"{row['first_call_s']:.1f} s"]
+        for part in ("forward", "backward"):
+            cells += [f"{row[side][part]['mean']:.1f}" for side in ("compiled", "eager")]
+        cells += [f"{sum(p['mean'] for p in row[side].values()):.1f}"
+                  for side in ("compiled", "eager")]  # fmt: skip
+        cells += [f"{row['seed'][f'{side}_{part}']:.1f}" for part in ("forward", "backward")
+                  for side in ("compiled", "eager")]  # fmt: skip
+        lines.append(cells)
+    return _table(heads, lines)
+
+
+def make_compiled_attention(result: Result) -> str:
+    """Tables 4 and 5: ms, eager and compiled."""
+    heads = ["width", "tokens", "forward", "eager", "backward", "eager", "seed's backward",
+             "eager"]  # fmt: skip
+    rows = {(r["case"]["dim"], r["case"]["seq"], r["case"]["backend"]): r
+            for r in result["rows"] if r["part"] == "attention"}  # fmt: skip
+    lines = []
+    for dim, seq in dict.fromkeys(key[:2] for key in rows):
+        pair = [rows[dim, seq, backend] for backend in ("compiled", "plain")]
+        cells = [str(dim), f"{seq:,}"]
+        for part in ("forward", "backward"):
+            cells += [row["failure"] or f"{row['ms'][part]:.3f}" for row in pair]
+        lines.append([*cells, *(f"{row['seed']['backward']:.3f}" for row in pair)])
+    return _table(heads, lines)
+
+
+def make_overlap(result: Result) -> str:
+    """Naive against overlapped data parallel, ms."""
+    heads = ["reduce", "messages", "step", "with a free network", "communication", "exposed",
+             "seed's step", "seed's communication"]  # fmt: skip
+    lines = []
+    for row in result["rows"]:
+        figures = ("step_ms", "free_step_ms", "communication_ms", "exposed_ms")
+        seeds = (row["seed"].get(name) for name in ("step", "communication"))
+        lines.append([f"`{row['reduce']}`", str(len(row["messages"])),
+                      *(f"{row[name]:.1f}" for name in figures),
+                      *("" if s is None else f"{s * 1e3:.0f}" for s in seeds)])  # fmt: skip
+    return _table(heads, lines)
+
+
+TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "exercise-times": ("forward-backward-h200.json", make_times),
+    "exercise-warmup": ("forward-backward-h200.json", make_warmup),
+    "exercise-memory": ("memory-h200.json", make_memory),
+    "exercise-holders": ("memory-h200.json", make_holders),
+    "exercise-compiled": ("compile-h200.json", make_compiled),
+    "exercise-compiled-attention": ("compile-h200.json", make_compiled_attention),
+    "exercise-overlap": ("overlap-h200.json", make_overlap),
+}
+PICTURES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "docs/images/memory-2.7b.svg": (
+        "memory-h200.json",
+        lambda result: memory_bench_plot.make_picture(result["rows"]),
+    ),
+    "docs/images/overlap-xl.svg": (
+        "overlap-h200.json",
+        lambda result: overlap_plot.make_picture(result["rows"]),
+    ),
+}

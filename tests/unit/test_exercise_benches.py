@@ -1,0 +1,318 @@
+"""The benchmarks of seed 004's exercises: what they count, what they leave, how they resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.cli import main
+from shardwise.errors import UserError
+from shardwise.measurement import seed004
+from shardwise.measurement.forward_backward import summarize
+from shardwise.measurement.fresh import run_fresh
+from shardwise.measurement.lm_sizes import Case, explain_failure
+from shardwise.measurement.memory_bench import Subject
+from shardwise.measurement.memory_bench_trace import (
+    MODULE,
+    PHASE,
+    Allocation,
+    group_by_name,
+    read_trace,
+    thin_out,
+)
+from shardwise.measurement.models import Shape, make_model
+from shardwise.measurement.rows import RowFile
+
+CPU = {"environment": {"gpu": None}}
+
+
+def read(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["rows"]
+
+
+# The model
+
+
+def test_the_seeds_shapes_are_those_its_figures_imply():
+    case = Case("2.7b", "fp32")
+    assert case.batch * 128 * case.shape.d_model * 4 == 5 * 2**20  # its residual stream
+    assert case.shape.d_model * case.shape.d_ff * 4 == 100 * 2**20  # its largest allocation
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in make_model(case.shape, "meta").parameters())
+    assert 16 * parameters / 1e9 == pytest.approx(seed004.TABLE_3[128][1], rel=0.02)
+
+
+def test_plain_attention_is_the_fused_one():
+    tokens = torch.arange(12).view(2, 6)
+    logits = [
+        make_model(Shape(2, 16, 32, 2, 32, rotary=True, plain_attention=plain), "cpu")(tokens)
+        for plain in (True, False)
+    ]
+    torch.testing.assert_close(*logits)
+
+
+def test_rotary_positions_tell_orders_apart():
+    orders = torch.tensor([[1, 2, 3], [2, 1, 3]])
+    for rotary in (False, True):
+        model = make_model(Shape(1, 16, 32, 2, 32, rotary=rotary), "cpu")
+        one, other = model(orders)[:, -1]
+        # Without positions the last token sees a set, with them a sequence.
+        assert (one - other).abs().max() > 1e-4 if rotary else torch.allclose(one, other, atol=1e-6)
+
+
+# Rows
+
+
+def test_rows_are_written_one_by_one_and_taken_up_again(tmp_path):
+    path = tmp_path / "rows.json"
+    file = RowFile(path, CPU)
+    file.add({"key": "a", "value": 1})
+    assert read(path) == [{"key": "a", "value": 1}]
+    again = RowFile(path, CPU, resume=True)
+    assert "a" in again and "b" not in again
+    again.add({"key": "a", "value": 2})
+    again.add({"key": "b", "value": 3})
+    assert [row["value"] for row in read(path)] == [2, 3]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_rows_of_another_device_or_of_a_trial_are_not_mixed_in(tmp_path):
+    path = tmp_path / "rows.json"
+    RowFile(path, {"environment": {"gpu": "a GPU"}}).add({"key": "a"})
+    with pytest.raises(UserError, match="device a GPU, this run has CPU"):
+        RowFile(path, CPU, resume=True)
+    RowFile(path, CPU | {"quick": True}).add({"key": "a"})
+    with pytest.raises(UserError, match="quick True"):
+        RowFile(path, CPU, resume=True)
+
+
+def test_a_spent_budget_says_so(capsys):
+    assert RowFile(None, CPU, budget=0.0).time_is_up()
+    assert "--resume" in capsys.readouterr().err
+    assert not RowFile(None, CPU, budget=1e6).time_is_up()
+    assert not RowFile(None, CPU).time_is_up()
+
+
+def die() -> dict:
+    os._exit(7)
+
+
+def run_out_of_memory() -> dict:
+    try:
+        torch.empty(2**60)
+    except RuntimeError as error:
+        return {"failure": explain_failure(error)}
+    return {}
+
+
+def test_a_process_that_dies_is_a_row_and_so_is_a_lack_of_memory():
+    assert "killed" in run_fresh(die)["failure"]
+    assert run_out_of_memory() == {"failure": "out of memory"}
+
+
+# forward-backward
+
+
+def test_warm_up_leaves_out_the_first_steps():
+    times = {"forward": [100.0, 10.0, 2.0, 4.0, 9.0]}
+    found = summarize(times, (0, 1, 2), steps=2)
+    assert [found[w]["forward"]["mean"] for w in "012"] == [55, 6, 3]
+    assert found["2"]["forward"]["std"] == pytest.approx(2**0.5, abs=1e-3)
+
+
+def test_forward_backward_writes_times_beside_the_seeds_and_resumes(tmp_path, capsys):
+    path = tmp_path / "times.json"
+    command = ["bench", "forward-backward", "--quick", "--sizes", "small", "--json", str(path)]
+    command += ["--precision", "bf16", "--warmup", "0,1", "--resume"]
+    assert main(command) == 0
+    (row,) = read(path)
+    assert [len(values) for values in row["ms"].values()] == [3, 3, 3]
+    assert all(value > 0 for values in row["ms"].values() for value in values)
+    assert set(row["by_warmup"]) == {"0", "1"}
+    assert row["seed"] == [{"table": 2, "hardware": "A100", "forward": 31, "backward": 62}]
+    assert "this CPU's" in capsys.readouterr().err
+    assert main(command) == 0
+    assert read(path) == [row]
+
+
+# memory
+
+
+def op(name, start, end, tid=1, cat="cpu_op", **args):
+    return {"ph": "X", "name": name, "cat": cat, "ts": start, "dur": end - start, "tid": tid,
+            "args": {k.replace("_", " "): v for k, v in args.items()}}  # fmt: skip
+
+
+def memory_event(time, nbytes, address, tid=1, device=0):
+    args = {"Bytes": nbytes, "Addr": address, "Device Type": device}
+    return {"name": "[memory]", "ts": time, "tid": tid, "args": args}
+
+
+def test_a_trace_names_what_is_held_by_module_operator_and_parameter():
+    events = [
+        op(f"{PHASE}forward", 0, 40, cat="user_annotation"),
+        op(f"{MODULE}layers.3.gate", 5, 20, cat="user_annotation"),
+        op("aten::linear", 6, 19, Sequence_number=4, Fwd_thread_id=0),
+        op("aten::mm", 7, 18, Sequence_number=5, Fwd_thread_id=0),
+        memory_event(8, 100, 0xA),
+        op(f"{PHASE}backward", 50, 80, cat="user_annotation"),
+        op("autograd::engine::evaluate_function: MmBackward0", 55, 70, tid=2,
+           Sequence_number=5, Fwd_thread_id=1),
+        op("aten::mm", 56, 60, tid=2),
+        memory_event(57, 30, 0xB, tid=2),
+        op("aten::mm", 61, 66, tid=2),
+        memory_event(62, 70, 0xC, tid=2),
+        memory_event(66, -100, 0xA, tid=2),
+        memory_event(67, 999, 0xD, device=1),
+        op(f"{PHASE}optimizer", 81, 90, cat="user_annotation"),
+    ]  # fmt: skip
+    trace = read_trace(events, on_gpu=False, before=1000, owners=[{0xC: "gradient of x"}])
+    assert [a.what for a in trace.allocations] == [
+        "layers.3.gate: linear", "layers.3.gate: backward of Mm", "gradient of x",
+    ]  # fmt: skip
+    assert trace.totals == [1000, 1100, 1130, 1200, 1100]
+    assert trace.peak(0, 90) == (62, 1200)
+    assert trace.peak(0, 45) == (8, 1100)
+    assert [a.bytes for a in trace.held_at(66.5)] == [30, 70]
+    assert read_trace(events, on_gpu=True, before=0).totals == [0, 999]
+
+
+def test_layers_are_one_group_and_thinning_keeps_the_extremes():
+    groups = group_by_name([Allocation(8, 0, what=f"layers.{i}.up: linear") for i in range(3)])
+    assert groups == [{"what": "layers.*.up: linear", "count": 3, "each": 8, "total": 24}]
+    totals = [0] * 500
+    totals[333] = 7
+    kept = thin_out(list(range(500)), totals, 40)
+    assert len(kept) <= 42 and (333, 7) in kept and kept == sorted(kept)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's allocations")
+def test_the_peak_of_a_step_is_made_of_parameters_moments_and_gradients():
+    case = Case("small", "fp32", context=4, quick=True)
+    row = Subject("small", "fp32", "plain", quick=True).measure(case, "step", with_curve=True)
+    parameters = row["parameter_bytes"]
+    first, second = row["peaks"]
+    for peak in (first, second):
+        assert sum(peak["roles"].values()) == pytest.approx(peak["bytes"], rel=0.01)
+        assert peak["roles"]["parameters"] == parameters
+    # The first step ends with gradients and both moments; the second begins with the moments.
+    assert first["roles"]["gradients"] == pytest.approx(parameters, rel=0.01)
+    assert second["roles"]["moments"] == pytest.approx(2 * parameters, rel=0.01)
+    phases = [name for name, _, _ in row["curve"]["phases"]]
+    assert phases == ["forward", "backward", "optimizer"] * 2
+    assert max(row["curve"]["mib"]) == pytest.approx(second["bytes"] / 2**20, abs=0.2)
+    named = {group["what"] for peak in (first, second) for group in peak["held"]}
+    assert "gradient of layers.*.gate.weight" in named
+
+
+def test_memory_of_a_forward_pass_exceeds_inference_and_is_drawn(tmp_path):
+    path, plot = tmp_path / "memory.json", tmp_path / "memory.svg"
+    command = ["bench", "memory", "--quick", "--sizes", "small", "--precision", "fp32"]
+    command += ["--contexts", "512", "--json", str(path), "--plot", str(plot)]
+    assert main(command) == 0
+    by_mode = {row["mode"]: row["peaks"][-1]["bytes"] for row in read(path)}
+    assert by_mode["inference"] < by_mode["forward"] < by_mode["step"]
+    ElementTree.parse(plot)
+    assert plot.read_text().count("<path") == 3
+
+
+# compile
+
+
+def test_compiled_and_eager_are_timed_from_the_same_loss(tmp_path):
+    path = tmp_path / "compile.json"
+    command = ["bench", "compile", "--quick", "--sizes", "small", "--parts", "model"]
+    assert main([*command, "--scopes", "blocks", "--json", str(path)]) == 0
+    (row,) = read(path)
+    assert row["loss_gap"] < 1e-5 and row["first_call_s"] > 0
+    for side in ("compiled", "eager"):
+        assert all(part["mean"] > 0 for part in row[side].values())
+    assert row["seed"]["compiled_forward"] == pytest.approx(3.762)
+
+
+# overlap
+
+
+def measure_overlap(folder: Path, reduce: str) -> tuple[dict, list]:
+    """The row of one plan, and its messages that start before backward's compute is over."""
+    path = folder / "overlap.json"
+    command = ["bench", "overlap", "--quick", "--reduce", reduce, "--bandwidth", "1"]
+    assert main([*command, "--json", str(path), "--plot", str(folder / "overlap.svg")]) == 0
+    (row,) = read(path)
+    ended = next(start for _, phase, start, _ in row["compute"] if phase == "waiting")
+    return row, [message for message in row["messages"] if message[1] < ended]
+
+
+def test_naive_communication_starts_after_backward_and_is_drawn(tmp_path):
+    row, inside = measure_overlap(tmp_path, "naive")
+    phases = [phase for _, phase, _, _ in row["compute"]]
+    assert phases == ["forward"] * 3 + ["backward"] * 3 + ["waiting", "optimizer"]
+    assert not inside
+    model = Case("small", "fp32", quick=True).make_model()
+    assert len(row["messages"]) == len(list(model.parameters()))
+    sent = sum(nbytes for nbytes, *_ in row["messages"])
+    assert sent == 4 * sum(p.numel() for p in model.parameters())
+    titles = [e for e in ElementTree.parse(tmp_path / "overlap.svg").iter() if "title" in e.tag]
+    assert len(titles) == len(row["messages"]) + len(row["compute"]) + 1
+
+
+def test_overlapped_communication_starts_inside_backward(tmp_path):
+    _, inside = measure_overlap(tmp_path, "overlap")
+    assert inside
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["forward-backward", "--sizes", "smal"], "did you mean 'small'"),
+        (["forward-backward", "--warmup", "one"], "whole numbers"),
+        (["forward-backward", "--steps", "0"], "at least 1"),
+        (["memory", "--contexts", "0"], "at least 1"),
+        (["memory", "--json", "/nowhere/at/all.json"], "no folder"),
+        (["compile", "--scopes", "half"], "unknown scope"),
+        (["overlap", "--ranks", "1"], "at least 2"),
+        (["overlap", "--bandwidth", "0"], "above 0"),
+    ],
+)
+def test_wrong_words_are_answered_before_anything_runs(words, message, capsys):
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    for name in ("forward-backward", "memory", "compile", "overlap"):
+        with pytest.raises(SystemExit):
+            main(["bench", name, "--help"])
+        text = capsys.readouterr().out
+        assert re.search(r"examples:\n  shardwise bench " + name, text) and "--resume" in text
+
+
+# The page
+
+
+def test_the_page_and_its_pictures_are_the_results(monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    import exercise_tables
+
+    page = (root / "docs" / "exercises-measured.md").read_text()
+
+    def load(name: str) -> dict:
+        return json.loads((root / "benchmarks" / "results" / name).read_text())
+
+    for name, (result, make) in exercise_tables.TABLES.items():
+        assert f"<!-- table: {name} -->\n{make(load(result))}" in page, name
+    for name, (result, draw) in exercise_tables.PICTURES.items():
+        assert (root / name).read_text() == draw(load(result)), name
+        assert name.removeprefix("docs/") in page
+    sizes = {row["size"] for row in load("forward-backward-h200.json")["rows"]}
+    assert sizes == {row["size"] for row in load("memory-h200.json")["rows"]} == set(seed004.MODELS)
