@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY) ## train a tiny model on two local ranks and write its report
-	$(BIN)/shardwise train --plan zero3 --nproc 2 --steps 60 --out demo-run --overwrite
+	$(BIN)/shardwise train --plan zero3 --nproc 2 --steps 60 --profile 3 --out demo-run --overwrite
 	$(BIN)/shardwise report demo-run
 
 test: $(READY) ## run all tests

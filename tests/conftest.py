@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import Ranks
 
@@ -21,3 +22,16 @@ def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture
+def no_group() -> Iterator[None]:
+    """No process group at the start (a test may have left its group of one), and none after."""
+    _leave_group()
+    yield
+    _leave_group()
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -4,6 +4,7 @@ The public names are imported when first used, so that the command line answers 
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
         replace_torch_fully_shard,
         share_comm_ctx,
     )
+    from shardwise.measurement.profile import profile
     from shardwise.planning.describe import describe
     from shardwise.planning.plan import Plan
     from shardwise.planning.search import search
     from shardwise.planning.simulate import simulate
+    from shardwise.reporting.api import report
     from shardwise.runtime.api import exposed_seconds, shard
     from shardwise.runtime.clip import clip_grad_norm
     from shardwise.runtime.local import local
@@ -50,9 +53,11 @@ _HOMES = {
     "local": "runtime.local",
     "materialize": "runtime.materialize",
     "microbatches": "runtime.microbatches",
+    "profile": "measurement.profile",
     "record": "comms.recording",
     "register_fsdp_forward_method": "compat",
     "replace_torch_fully_shard": "compat",
+    "report": "reporting.api",
     "search": "planning.search",
     "shard": "runtime.api",
     "share_comm_ctx": "compat",
@@ -77,9 +82,11 @@ __all__ = [
     "local",
     "materialize",
     "microbatches",
+    "profile",
     "record",
     "register_fsdp_forward_method",
     "replace_torch_fully_shard",
+    "report",
     "search",
     "shard",
     "share_comm_ctx",
@@ -94,3 +101,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"shardwise.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+if os.environ.get("SHARDWISE_PROFILE"):  # set by `shardwise profile`, for every rank it starts
+    importlib.import_module("shardwise.measurement.profile_auto")

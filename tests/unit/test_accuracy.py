@@ -76,17 +76,14 @@ def test_there_are_enough_configurations_of_every_kind() -> None:
 
 
 @pytest.fixture
-def fake_group():
+def fake_group(no_group):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():  # a group of one that another test left
-        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    dist.destroy_process_group()
 
 
 def test_the_device_part_runs_and_goes_on_where_it_stopped(fake_group, tmp_path: Path) -> None:

@@ -35,13 +35,7 @@ CPU = torch.device("cpu")
 SUBJECT = Subject("tiny", batch=1, length=8)
 
 
-@pytest.fixture(autouse=True)
-def no_group() -> Iterator[None]:
-    """These tests join groups of their own."""
-    assert not dist.is_initialized()
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_group")
 
 
 # Links by a clock that the tests move

@@ -1,12 +1,27 @@
+"""Reading a run's directory, and what the page of it holds."""
+
+from __future__ import annotations
+
 import json
+import subprocess
+import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
+import shardwise as sw
+from shardwise.cli import main
 from shardwise.errors import UserError
-from shardwise.reporting.html import render_html, write_html
-from shardwise.reporting.run import read_run
-from shardwise.reporting.text import format_bytes, summarize
+from shardwise.reporting.api import report
+from shardwise.reporting.compare import compose_comparison
+from shardwise.reporting.compose import compose_run
+from shardwise.reporting.html import render, report_run, write_html
+from shardwise.reporting.run import Run, read_run
+from shardwise.reporting.text import summarize
+from shardwise.reporting.view import MOST_MOMENTS, MOST_SPANS, choose_ranks, thin
+from shardwise.timeline import MemoryCurve, Timeline
+from tests.browser.made import crowd, make_run, resolved
 
 
 def fabricate(folder, exposed=0.25, steps=10):
@@ -14,8 +29,6 @@ def fabricate(folder, exposed=0.25, steps=10):
         {
             "step": step,
             "loss": 5.5 - 0.25 * step,
-            "grad_norm": 1.0,
-            "lr": 0.003,
             "tokens": 2048 * step,
             "tokens_per_s": 12345.0 if step > 1 else 10.0,
             "step_s": 0.125,
@@ -40,75 +53,246 @@ def fabricate(folder, exposed=0.25, steps=10):
 
 
 class Page(HTMLParser):
-    """Collects what a browser would fetch, the scripts' text and the visible text."""
+    """Collects what a browser would fetch, and the text of every element."""
 
     def __init__(self, text):
         super().__init__()
-        self.fetched, self.tags, self.data, self.visible = [], [], {}, ""
+        self.fetched, self.data = [], {}
         self._inside = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
         self._inside = dict(attrs).get("id") or tag
-        self.fetched += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "poster")]
-        self.fetched += [tag] if tag in ("link", "iframe", "object", "base") else []
+        held = [v for k, v in attrs if k in ("src", "href", "srcset", "data", "poster")]
+        self.fetched += [value for value in held if not value.startswith("data:")]
 
     def handle_endtag(self, tag):
         self._inside = ""
 
     def handle_data(self, text):
         self.data[self._inside] = self.data.get(self._inside, "") + text
-        if self._inside not in ("script", "style", "data"):
-            self.visible += text
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "run", title="made")
+
+
+# The page
+
+
+def test_the_page_fetches_nothing_and_holds_its_data(made):
+    run = read_run(made)
+    page = Page(render(compose_run(run)))
+    assert page.fetched == []
+    assert "@import" not in page.data["style"] and "url(" not in page.data["style"]
+    assert json.loads(page.data["data"]) == compose_run(run)
+    assert "prefers-color-scheme" in page.data["script"]
+
+
+def test_the_page_is_small_enough_for_a_phone(made):
+    assert len(render(compose_run(read_run(made)))) < 300_000
+    assert len(report(None, crowd(20_000)).render()) < 1_500_000
+
+
+def test_text_of_the_run_cannot_end_the_page_s_script(made):
+    text = render(compose_run(read_run(made)))
+    assert "alert(1)" in text
+    assert "</pre><script>alert(1)" not in text
+
+
+def test_the_parts_of_every_rank_sum_to_its_step(made):
+    data = compose_run(read_run(made))
+    assert [side["label"] for side in data["sides"]] == ["measured", "predicted"]
+    for side in data["sides"]:
+        for rank in side["ranks"].values():
+            assert sum(rank["parts"].values()) == rank["step"]
+
+
+def test_the_page_holds_every_span_and_the_peak_of_memory(made):
+    run = read_run(made)
+    side = compose_run(run)["sides"][0]
+    for rank in run.timeline.ranks:
+        shown = side["ranks"][str(rank)]
+        assert len(shown["start"]) == sum(s.rank == rank for s in run.timeline.spans)
+        peak = run.timeline.peak(rank)
+        assert shown["memory"]["peak"]["total"] == peak.total
+        totals = map(sum, zip(*shown["memory"]["roles"].values(), strict=True))
+        assert max(totals) == peak.total
+        assert shown["memory"]["limit"] == run.memory_of(rank)["limit_bytes"]
+
+
+def test_units_have_compute_exposed_time_and_bytes_on_both_sides(made):
+    run = read_run(made)
+    data = compose_run(run)
+    assert data["units"][:2] == ["layers.0", "layers.1"]
+    rank = str(run.timeline.slowest)
+    measured = data["sides"][0]["ranks"][rank]["units"]["layers.3"]
+    exposed = run.timeline.exposed(int(rank))
+    assert measured["exposed"] == sum(v for (u, _), v in exposed.items() if u == "layers.3")
+    predicted = data["sides"][1]["ranks"]["0"]["units"]["layers.3"]
+    # Gathered for forward and backward, reduced once: 6 million parameters of 4 bytes each time.
+    assert measured["bytes"] == predicted["bytes"] == 3 * 24_000_000
+
+
+def test_the_curves_are_the_metrics(made):
+    run = read_run(made)
+    curves = {curve["name"]: curve for curve in compose_run(run)["curves"]}
+    assert curves["loss"]["lines"][0]["y"] == run.column("loss")
+    assert curves["loss"]["level"] == 2.75
+    # 6 FLOP for each of 48 million parameters and each token, on 4 devices of 1 TFLOP/s.
+    rate = run.column("tokens_per_s")[5]
+    assert curves["mfu"]["lines"][0]["y"][5] == pytest.approx(rate * 6 * 48e6 / 4e12)
+
+
+def test_what_is_missing_is_empty_or_explained(tmp_path):
+    data = compose_run(fabricate(tmp_path, exposed=None))
+    assert data["sides"] == data["units"] == data["wires"] == []
+    notes = {curve["name"]: curve["note"] for curve in data["curves"]}
+    assert notes["exposed_share"] == "Not measured on this device."
+    assert "peak rate" in notes["mfu"] and notes["loss"] == ""
+    assert "--profile 3" in " ".join(f["text"] for f in data["findings"])
+    assert len(data["findings"]) == 3
+
+
+def test_a_directory_with_a_timeline_alone_is_reported(tmp_path, made):
+    (tmp_path / "timeline.json").write_text((made / "timeline.json").read_text())
+    run = read_run(tmp_path)
+    data = compose_run(run)
+    assert len(data["findings"]) == 3 and len(data["sides"]) == 1
+    assert data["summary"][0].startswith("step        101 ms on 4 ranks")
+
+
+def test_too_many_spans_leave_ranks_out_but_never_the_slowest():
+    timeline = crowd(MOST_SPANS + 4_000, ranks=4)
+    chosen = choose_ranks(timeline)
+    assert timeline.slowest in chosen and len(chosen) == 3
+    assert choose_ranks(crowd(1_000, ranks=4)) == [0, 1, 2, 3]
+
+
+def test_a_long_memory_curve_is_thinned_around_its_peak():
+    count = 50_000
+    values = [1_000 + i % 97 for i in range(count)]
+    values[31_234] = 9_999
+    curve = MemoryCurve(0, tuple(range(count)), {"other": tuple(values)})
+    kept = thin(curve)
+    assert len(kept) <= MOST_MOMENTS and 31_234 in kept
+    assert kept[0] == 0 and kept[-1] == count - 1
+
+
+# Two runs
+
+
+def test_a_comparison_says_which_is_faster_and_why(made, tmp_path):
+    other = make_run(tmp_path / "other", title="slow wire", rate=4e9, slow={}, prefetch=1)
+    first, second = read_run(made), read_run(other)
+    data = compose_comparison(first, second)
+    assert [side["label"] for side in data["sides"]] == ["made", "slow wire"]
+    text = data["findings"][0]["text"]
+    low, high = sorted((first.timeline.step, second.timeline.step))
+    assert f"is {100 * (1 - low / high):.0f} % faster" in text or "% faster" in text
+    assert text.startswith("made is" if first.timeline.step == low else "slow wire is")
+    assert len(data["findings"]) == 3
+    assert any("xposed transfer takes" in f["text"] for f in data["findings"])
+
+
+def test_two_directories_with_the_same_title_are_told_apart(made, tmp_path):
+    make_run(tmp_path / "run", title="made")
+    data = compose_comparison(read_run(made), read_run(tmp_path / "run"))
+    assert [side["label"] for side in data["sides"]] == ["run (A)", "run (B)"]
+    assert data["findings"][0]["text"].startswith("Both steps take")
+
+
+def test_runs_without_timelines_are_compared_by_their_logs(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    runs = [fabricate(tmp_path / name) for name in ("a", "b")]
+    data = compose_comparison(*runs)
+    assert data["findings"][0]["text"] == "A step takes 125 ms in a and 125 ms in b."
+
+
+def test_runs_with_nothing_in_common_are_refused(tmp_path, made):
+    logged = fabricate(tmp_path)
+    only_step = Run("step", timeline=read_run(made).timeline)
+    with pytest.raises(UserError, match="nothing in common"):
+        compose_comparison(logged, only_step)
+
+
+# The command and the function
+
+
+def test_the_command_writes_and_prints_summary_and_finding(made, capsys):
+    assert main(["report", str(made)]) in (0, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"report      {made / 'report.html'}"
+    assert [line.split()[0] for line in lines[1:]] == ["loss", "throughput", "finding"]
+    assert lines[-1].endswith("Raise forward_prefetch from 0 to 1.")
+    assert (made / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_the_command_compares_two(made, tmp_path, capsys):
+    (tmp_path / "timeline.json").write_text((made / "predicted.json").read_text())
+    out = tmp_path / "both.html"
+    assert main(["report", str(made), str(tmp_path), "--out", str(out)]) in (0, None)
+    assert "faster" in capsys.readouterr().out
+    assert out.is_file()
+
+
+def test_a_plan_and_a_measured_step_make_a_report(made, tmp_path):
+    plan, _ = resolved()
+    run = read_run(made)
+    message = SimpleNamespace(**run.messages["messages"][0])
+    measured = SimpleNamespace(timeline=run.timeline, memory=[run.memory_of(0)], messages=[message])
+    made_report = sw.report(plan, measured, predicted=run.predicted)
+    file = made_report.write(tmp_path / "report.html")
+    data = json.loads(Page(file.read_text(encoding="utf-8")).data["data"])
+    assert data["runs"][0]["plan"] == plan.explain()
+    assert [side["label"] for side in data["sides"]] == ["measured", "predicted"]
+    assert data["sides"][0]["ranks"]["0"]["memory"]["limit"]
+    assert len(sw.report(None, run.timeline).data["findings"]) == 3
+
+
+def test_what_has_no_timeline_is_refused():
+    with pytest.raises(UserError, match=r"needs a Timeline or an object with one as `\.timeline`"):
+        report(None, "a string")
+    with pytest.raises(UserError, match="has no span"):
+        report(None, Timeline(()))
+
+
+def test_a_report_that_cannot_be_written_says_so(made, tmp_path):
+    with pytest.raises(UserError, match="cannot write"):
+        report_run(read_run(made)).write(tmp_path / "absent" / "report.html")
+
+
+def test_reports_are_made_without_torch(made):
+    script = (
+        "import sys\nfrom pathlib import Path\n"
+        "from shardwise.reporting.html import write_html\n"
+        "from shardwise.reporting.run import read_run\n"
+        f"write_html(read_run(Path({str(made)!r})))\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# Reading
 
 
 def test_the_summary_is_three_lines_with_the_numbers(tmp_path):
-    lines = summarize(fabricate(tmp_path)).splitlines()
+    lines = summarize(fabricate(tmp_path), "Rank 1 is late.")
     assert len(lines) == 3
     assert "5.250 -> 3.000 in 10 steps, 20,480 tokens; zero3 on 2 ranks (cpu)" in lines[0]
-    assert "12,345 tokens/s, 0.125 s a step" in lines[1]
-    assert "300 MiB on rank 0" in lines[2]
-    assert "exposed 25% of the step" in lines[2]
-
-
-def test_the_page_fetches_nothing(tmp_path):
-    text = render_html(fabricate(tmp_path))
-    page = Page(text)
-    assert page.fetched == []
-    assert "@import" not in page.data["style"]
-    assert "url(" not in page.data["style"]
-    assert "Plotly" in page.data["script"]
-
-
-def test_the_page_holds_the_numbers_the_plan_and_the_configuration(tmp_path):
-    run = fabricate(tmp_path)
-    page = Page(render_html(run))
-    curves = {curve["name"]: curve for curve in json.loads(page.data["data"])}
-    assert curves["loss"]["y"] == [5.5 - 0.25 * step for step in range(1, 11)]
-    assert curves["loss"]["line"] == 2.75
-    assert curves["memory_bytes"]["y"][0] == pytest.approx(300)
-    assert curves["exposed_share"]["y"] == [0.25] * 10
-    assert summarize(run) in page.visible
-    assert "kept: 12 MB <per rank>" in page.visible
-    assert 'out = "</pre><script>x</script>"' in page.visible
-    assert "parameters918,656" in page.visible
-    assert "commit" not in page.visible
-    assert "prefers-color-scheme: dark" in page.data["style"]
+    assert "12,345 tokens/s, 0.125 s a step; memory 300 MiB on rank 0" in lines[1]
+    assert "exposed 25% of the step" in lines[1]
+    assert lines[2] == "finding     Rank 1 is late."
 
 
 def test_what_the_device_cannot_measure_is_said(tmp_path):
-    run = fabricate(tmp_path, exposed=None)
-    assert "exposed unknown" in summarize(run)
-    curves = {c["name"]: c for c in json.loads(Page(render_html(run)).data["data"])}
-    assert curves["exposed_share"]["note"] == "Not measured on this device."
-    assert curves["loss"]["note"] == ""
+    assert "exposed unknown" in summarize(fabricate(tmp_path, exposed=None), "")[1]
 
 
 def test_the_report_is_written_beside_the_run(tmp_path):
-    file = write_html(fabricate(tmp_path))
-    assert file == tmp_path / "report.html"
-    assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert write_html(fabricate(tmp_path)) == tmp_path / "report.html"
 
 
 def test_a_run_cut_short_in_a_row_is_read_up_to_it(tmp_path):
@@ -126,18 +310,17 @@ def test_a_row_that_is_no_json_is_named(tmp_path):
         read_run(tmp_path)
 
 
+def test_a_file_that_is_no_timeline_is_named(tmp_path):
+    (tmp_path / "timeline.json").write_text('{"spans": []}')
+    with pytest.raises(UserError, match=r"timeline\.json is not a timeline"):
+        read_run(tmp_path)
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"holds no run \(metrics\.jsonl is missing\)"):
+    with pytest.raises(UserError, match=r"holds no run \(metrics\.jsonl and timeline\.json"):
         read_run(tmp_path)
 
 
 def test_a_run_without_steps_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has no step yet"):
+    with pytest.raises(UserError, match="neither a logged step nor a timeline"):
         fabricate(tmp_path, steps=0)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(None, "unknown"), (5, "5 B"), (3 * 2**20, "3 MiB"), (2**31, "2.00 GiB")]
-)
-def test_bytes_are_shown_in_a_readable_unit(count, text):
-    assert format_bytes(count) == text

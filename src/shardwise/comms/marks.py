@@ -10,6 +10,7 @@ collects three kinds of marks, all in the host's clock (`time.perf_counter_ns`):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -84,6 +85,7 @@ class Marks:
         self.calls: list[Call] = []
         self.buffers: list[BufferMark] = []
         self.roots: list[int] = []  # when an outermost forward began
+        self.on_forward: Callable[[], None] | None = None  # called before that
         self._stack: list[tuple[str, str]] = []
         self._open: list[Range] = []
         self._annotator = annotator
@@ -93,6 +95,8 @@ class Marks:
 
     def begin_forward(self) -> None:
         """An outermost forward begins."""
+        if self.on_forward is not None:
+            self.on_forward()
         self.roots.append(perf_counter_ns())
         self._stack.clear()
         self._change("", "forward")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.measurement import accuracy_cli
+from shardwise.measurement import accuracy_cli, exercise_cli
 
 _CASES = ("fake8", "gloo2", "h200")
 _STRATEGIES = ("zero3", "zero2", "ddp")
@@ -43,7 +43,7 @@ sweeps:
 The tables are those of the document that this project started from; its figures stand beside.
 
 examples:
-  shardwise bench attention --json attention.json --plot attention.html
+  shardwise bench attention --json attention.json --plot attention.svg
   shardwise bench attention --sweeps heads --budget 60 --json attention.json --resume
 """
 
@@ -106,7 +106,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     attention.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    attention.add_argument("--plot", type=Path, metavar="FILE", help="write a plot here (HTML)")
+    attention.add_argument("--plot", type=Path, metavar="FILE", help="write a picture here (SVG)")
     attention.add_argument(
         "--sweeps", default=",".join(_SWEEPS), metavar="A,B", help="default: %(default)s"
     )
@@ -121,7 +121,23 @@ def add_parser(subparsers: Any) -> None:
         "--commit", metavar="ID", help="what to record where the code is not in its repository"
     )
     attention.set_defaults(command=bench_attention)
+    profile = kinds.add_parser(
+        "profile",
+        help="what profiling costs: steps with it on and off",
+        description="Times steps of zero3 with the profiler on and off, in turn, on two real CPU "
+        "ranks and, where there is one, on a CUDA device as a rank of an emulated group.",
+    )
+    profile.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    profile.add_argument(
+        "--cases", default="gloo2,h200", metavar="A,B", help="default: %(default)s"
+    )
+    profile.add_argument("--rounds", type=int, metavar="N", help="of three steps each way")
+    profile.add_argument(
+        "--commit", metavar="ID", help="what to record where the code is not in its repository"
+    )
+    profile.set_defaults(command=bench_profile)
     accuracy_cli.add_parser(kinds)
+    exercise_cli.add_parsers(kinds)
 
 
 def bench_step(arguments: argparse.Namespace) -> None:
@@ -177,6 +193,27 @@ def bench_gather(arguments: argparse.Namespace) -> None:
         print(
             f"{row['tensor_bytes']:12,} {medians['packed']:11.3f} {medians['each']:11.3f} "
             f"{row['each_over_packed']:13.2f}"
+        )
+
+
+def bench_profile(arguments: argparse.Namespace) -> None:
+    """Measure, write the JSON, print a line for each case."""
+    cases = _split(arguments.cases, "case", ("gloo2", "h200"))
+    _check_folder(arguments.json)
+
+    from shardwise.measurement.benchmark import describe_environment
+    from shardwise.measurement.profile_bench import measure
+    from shardwise.measurement.results import write_json
+
+    environment = describe_environment(arguments.commit)
+    rows = measure(cases, arguments.rounds)
+    if arguments.json is not None:
+        write_json(arguments.json, environment, _command(arguments.json), rows)
+    print("case                     off ms      on ms   step   cpu   off: share of the step")
+    for row in rows:
+        print(
+            f"{row['case']:20} {row['off']['step_ms']:10.1f} {row['on']['step_ms']:10.1f} "
+            f"{row['step_ratio']:6.3f} {row['cpu_ratio']:5.3f}   {row['share_of_step_off']:.1e}"
         )
 
 

@@ -202,10 +202,10 @@ class Node:
         engine = self.engine
         assert engine is not None
         engine.open_backward()
+        if marks.on is not None:
+            marks.on.turn(self._unit_name, "backward")
         for unit in self.units:
             engine.before_backward(unit)
-        if marks.on is not None and self.units:
-            marks.on.turn(self._unit_name, "backward")
 
 
 class Watch:

@@ -120,11 +120,14 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one")
     backend: str = key("", "of torch.distributed; empty: gloo on cpu, nccl on cuda")
     log_every: int = key(1, "steps between two rows of metrics.jsonl")
+    profile: int = key(0, "steps to profile, after some to warm up; 0: none")
 
     def __post_init__(self) -> None:
         for name in ("steps", "micro_batches", "nproc", "log_every"):
             _require(getattr(self, name) >= 1, f"run.{name}", "at least 1", getattr(self, name))
         _require(self.seed >= 0, "run.seed", "at least 0", self.seed)
+        few = f"at least 0 and below run.steps ({self.steps}), as one step warms up"
+        _require(0 <= self.profile < self.steps, "run.profile", few, self.profile)
         _require(bool(self.out), "run.out", "the path of a directory", self.out)
 
 

@@ -16,6 +16,7 @@ from shardwise.trainer.data import Corpus, open_corpus
 from shardwise.trainer.model import LM
 from shardwise.trainer.outputs import MetricsFile, StepMetrics, describe_software, write_json
 from shardwise.trainer.place import Place, join, memory_in_use
+from shardwise.trainer.profiling import StepProfiler
 from shardwise.trainer.progress import progress
 from shardwise.trainer.sizes import parameter_count
 
@@ -40,7 +41,8 @@ def train(config_toml: str) -> None:
     plan = build_plan(config.plan, model, place.world)
     if place.rank == 0:
         _write_facts(config, plan, corpus, place)
-    _run_steps(config, sw.shard(model, plan), corpus, place)
+    sharded = sw.shard(model, plan)
+    _run_steps(config, sharded, corpus, place, StepProfiler(config, sharded, plan, place))
     dist.destroy_process_group()
 
 
@@ -70,7 +72,9 @@ def lr_at(step: int, steps: int, optim: OptimConfig) -> float:
     return lowest + (optim.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def _run_steps(config: TrainConfig, model: nn.Module, corpus: Corpus, place: Place) -> None:
+def _run_steps(
+    config: TrainConfig, model: nn.Module, corpus: Corpus, place: Place, profiler: StepProfiler
+) -> None:
     """Train all steps; every `log_every` of them, and the last, give a row of metrics."""
     run, optim, data = config.run, config.optim, config.data
     optimizer = sw.local(
@@ -90,9 +94,11 @@ def _run_steps(config: TrainConfig, model: nn.Module, corpus: Corpus, place: Pla
             lr = lr_at(step, run.steps, optim)
             for group in optimizer.param_groups:
                 group["lr"] = lr
+            start += profiler.before(step)
             batches = _draw_batches(config, corpus, step, place)
             loss_sum, norm, took = _take_step(model, optimizer, batches, step_tokens, optim)
             skipped += not took
+            start += profiler.after(step)
             if step % run.log_every and step != run.steps:
                 continue
             dist.all_reduce(loss_sum)

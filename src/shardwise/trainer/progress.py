@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.reporting.text import format_bytes
+from shardwise.reporting.words import show_bytes
 from shardwise.trainer.outputs import StepMetrics
 
 _PLAIN_LINES = 20  # of a whole run, where the output is a file or a pipe
@@ -40,7 +40,7 @@ def format_row(row: StepMetrics) -> str:
     exposed = "" if row.exposed_share is None else f"  exposed {row.exposed_share:.0%}"
     return (
         f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tok/s  "
-        f"{format_bytes(row.memory_bytes)}{exposed}"
+        f"{show_bytes(row.memory_bytes)}{exposed}"
     )
 
 

@@ -12,6 +12,7 @@ _SHORTCUTS = {
     "nproc": ("run.nproc", "N", "ranks to start on this machine"),
     "steps": ("run.steps", "N", "optimizer steps"),
     "out": ("run.out", "DIR", "where the run's files go"),
+    "profile": ("run.profile", "N", "profile N steps, for the report's timelines"),
 }
 
 _EXAMPLES = """\
@@ -35,7 +36,8 @@ def add_parser(subparsers: Any) -> None:
         "train",
         help="train a language model under a plan",
         description="Trains a transformer language model and writes metrics.jsonl, config.toml,\n"
-        "plan.json and run.json to DIR. Starts the ranks itself, or joins torchrun's.",
+        "plan.json and run.json to DIR, and with --profile timeline.json, predicted.json,\n"
+        "memory.json, messages.json and trace.json. Starts the ranks itself, or joins torchrun's.",
         epilog=_EXAMPLES + describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -69,6 +71,10 @@ def train(arguments: argparse.Namespace) -> None:
         if getattr(arguments, flag) is not None:
             assignments.append((key, getattr(arguments, flag)))
     config = load_config(arguments.config, assignments)
+    if config.run.profile:
+        # torch warns of memory that is older than the profile, and announces every start of it.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if not joined() or os.environ["RANK"] == "0":
         claim_directory(config.run.out, overwrite=arguments.overwrite)
     try:

@@ -1,0 +1,120 @@
+// What memory held, by role, over the step; its peak, the allocator's reserve and the limit.
+"use strict";
+
+const MEMORY_ROLES = ["parameters", "full", "gradients", "slots", "state", "activations", "temporary", "other"];
+const BINARY = [...Array(50).keys()].map(i => 2 ** i);
+const MEMORY_WORDS = { full: "full parameters", slots: "reduce slots", state: "optimizer state" };
+
+function drawMemory() {
+  const found = section("memory", "Memory of this rank", "Bytes by role, stacked, over the time of the step.");
+  const with_ = sides.map((side, index) => ({ side, index, memory: side.ranks[rankOf(index)].memory })).filter(entry => entry.memory);
+  if (!with_.length) return found.append(missing("No memory was recorded: ", command("shardwise train --profile 3"), " records it.")), found;
+  const roles = MEMORY_ROLES.filter(role => with_.some(({ memory }) => role in memory.roles));
+  const peak = Math.max(...with_.map(({ memory }) => memory.peak.total));
+  const limits = with_.map(({ memory }) => memory.limit).filter(Boolean);
+  const near = limits.length && Math.min(...limits) < 1.8 * peak;
+  const highest = Math.max(peak, ...with_.map(({ memory }) => memory.reserved_peak || 0), near ? Math.max(...limits) : 0) * 1.08;
+  found.append(el("div", { class: "pair" }, with_.map(({ side, index, memory }) => {
+    const host = el("div", { class: "plot" });
+    const box = el("div", {}, el("h3", {}, side.label), host);
+    box.mount = () => plotMemory(host, side, memory, roles, highest, index);
+    return box;
+  })));
+  found.append(tableMemory(with_, roles, near));
+  const listed = with_.filter(({ memory }) => memory.largest.length);
+  if (listed.length) found.append(el("details", {}, el("summary", {}, "Largest allocations at the peak"), el("div", { class: "pair" }, listed.map(({ side, index }) => {
+    const pointer = `${pointerOf(index)}/memory/largest`;
+    return el("table", {}, at(pointer).map((entry, i) => el("tr", {}, el("td", { class: "num" }, num(`${pointer}/${i}/bytes`, "bytes")),
+      el("td", {}, key(entry.role in MEMORY_WORDS || MEMORY_ROLES.includes(entry.role) ? entry.role : "other", MEMORY_WORDS[entry.role] || entry.role)), el("td", {}, entry.what))));
+  }))));
+  found.mount = () => found.querySelectorAll(".pair > div").forEach(box => box.mount && box.mount());
+  return found;
+}
+
+// The legend, with what each role held at the peak.
+function tableMemory(with_, roles, near) {
+  const row = (title, cells, attributes = {}) => el("tr", attributes, el("td", {}, title), cells.map(cell => el("td", { class: "num" }, cell)));
+  const cell = (entry, rest, as = "bytes") => at(`${pointerOf(entry.index)}/memory/${rest}`) == null ? "–" : num(`${pointerOf(entry.index)}/memory/${rest}`, as);
+  const rows = roles.map(role => row(key(role, MEMORY_WORDS[role] || role), with_.map(entry => cell(entry, `peak/by_role/${role}`))));
+  rows.push(row(el("b", {}, "at the peak"), with_.map(entry => el("b", {}, cell(entry, "peak/total")))));
+  rows.push(row("time of the peak", with_.map(entry => cell(entry, "peak/time", "time"))));
+  if (with_.some(({ memory }) => memory.allocated_peak)) rows.push(row("allocator's own peak", with_.map(entry => cell(entry, "allocated_peak"))));
+  if (with_.some(({ memory }) => memory.reserved)) rows.push(row(key("soft", "reserved by the allocator", "dash"), with_.map(entry => cell(entry, "reserved_peak"))));
+  if (with_.some(({ memory }) => memory.limit)) rows.push(row(near ? key("warn", "limit", "dash") : "limit (above the chart)", with_.map(entry => cell(entry, "limit"))));
+  return el("table", { class: "roles" }, el("thead", {}, el("tr", {}, el("th", {}, "role"), with_.map(({ side }) => el("th", { class: "num" }, side.label)))), el("tbody", {}, rows));
+}
+
+function plotMemory(host, side, memory, roles, highest, index) {
+  const own = roles.filter(role => role in memory.roles);
+  const times = memory.times.map(time => time / 1e6), last = times[times.length - 1];
+  const end = Math.max(last, side.step / 1e6);
+  const held = time => { const i = beyond(memory.times.map((_, k) => k), memory.times, time) - 1; return Math.max(0, i); };
+  let sum = memory.times.map(() => 0);
+  const tops = own.map(role => (sum = sum.map((value, i) => value + memory.roles[role][i])));
+  const columns = [[...times, end], ...tops.map(top => [...top, top[top.length - 1]]).reverse()];
+  const shades = [...own].reverse();
+  const chart = plot(host, {
+    id: "memory-" + index,
+    ...overTime({
+      options: {
+        height: 240, scales: { x: { time: false, range: (_, a, b) => [a, b] }, y: { range: [0, highest] } },
+        axes: [axis({ label: "milliseconds into the step", values: (_, splits) => milliseconds(splits), size: 24 }),
+          axis({ values: (_, splits) => splits.map(value => value ? show.bytes(value).replace(/\.(0+)(?= )/, "") : "0"), size: 68,
+            incrs: BINARY })],
+        series: [{}, ...shades.map(role => ({ fill: colour(role), width: 0, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }))],
+      },
+      hooks: { draw: [u => paintMemory(u, memory)] },
+    }),
+  }, columns);
+  charts["memory" + index] = chart;
+  zoomable(chart);
+  chart.over.addEventListener("mousemove", event => {
+    if (event.buttons) return hideTip();
+    const box = chart.over.getBoundingClientRect(), time = chart.posToVal(event.clientX - box.left, "x") * 1e6, i = held(time);
+    const total = own.reduce((whole, role) => whole + memory.roles[role][i], 0);
+    showTip(event.clientX, event.clientY, el("div", {}, el("b", {}, show.bytes(total)), ` at ${show.time(time)}`),
+      el("table", {}, [...own].reverse().filter(role => memory.roles[role][i]).map(role => el("tr", {}, el("td", {}, key(role, MEMORY_WORDS[role] || role)), el("td", { class: "num" }, show.bytes(memory.roles[role][i]))))));
+  });
+  chart.over.addEventListener("mouseleave", hideTip);
+}
+
+function paintMemory(chart, memory) {
+  const { ctx, bbox } = chart, ratio = devicePixelRatio || 1;
+  const x = ns => chart.valToPos(ns / 1e6, "x", true), y = bytes => chart.valToPos(bytes, "y", true);
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  ctx.lineWidth = 1.5 * ratio;
+  ctx.setLineDash([5 * ratio, 4 * ratio]);
+  if (memory.reserved) {
+    const { times, bytes } = memory.reserved;
+    ctx.strokeStyle = colour("soft");
+    ctx.beginPath();
+    times.forEach((time, i) => { if (i) ctx.lineTo(x(time), y(bytes[i - 1])); ctx.lineTo(x(time), y(bytes[i])); });
+    ctx.lineTo(bbox.left + bbox.width, y(bytes[bytes.length - 1]));
+    ctx.stroke();
+  }
+  if (memory.limit) {
+    ctx.strokeStyle = colour("warn");
+    ctx.beginPath();
+    ctx.moveTo(bbox.left, y(memory.limit));
+    ctx.lineTo(bbox.left + bbox.width, y(memory.limit));
+    ctx.stroke();
+  }
+  ctx.setLineDash([]);
+  const px = x(memory.peak.time), py = y(memory.peak.total);
+  ctx.fillStyle = colour("ink");
+  ctx.strokeStyle = colour("card");
+  ctx.beginPath();
+  ctx.arc(px, py, 4.5 * ratio, 0, 2 * Math.PI);
+  ctx.fill();
+  ctx.stroke();
+  ctx.font = `600 ${12 * ratio}px system-ui, sans-serif`;
+  ctx.textAlign = px > bbox.left + bbox.width * 0.75 ? "right" : "left";
+  ctx.lineWidth = 3 * ratio;
+  const text = "peak " + show.bytes(memory.peak.total), tx = px + (ctx.textAlign === "left" ? 8 : -8) * ratio, ty = Math.max(py - 6 * ratio, bbox.top + 12 * ratio);
+  ctx.strokeText(text, tx, ty);
+  ctx.fillText(text, tx, ty);
+  ctx.restore();
+}

@@ -1,0 +1,119 @@
+// What all charts share: axes in the page's colours, size, zoom by wheel, drag and fingers.
+"use strict";
+
+const FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
+const plots = new Set();
+
+function axis(extra) {
+  return {
+    stroke: colour("soft"), font: FONT, labelFont: FONT, labelGap: 2, labelSize: 18, gap: 4, size: 26,
+    grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1, size: 4 }, ...extra,
+  };
+}
+
+function plot(host, options, columns) {
+  const chart = new uPlot({
+    width: Math.max(200, host.clientWidth), legend: { show: false }, padding: [8, 10, 0, 0], ...options,
+  }, columns, host);
+  chart.root.dataset.chart = options.id || "";
+  plots.add(chart);
+  return chart;
+}
+
+function forget(host) {
+  for (const chart of plots) if (host.contains(chart.root)) { chart.destroy(); plots.delete(chart); }
+  host.replaceChildren();
+}
+
+addEventListener("resize", () => {
+  for (const chart of plots) {
+    const width = Math.max(200, chart.root.parentElement.clientWidth);
+    if (Math.abs(width - chart.width) > 1) chart.setSize({ width, height: chart.height });
+  }
+});
+
+// Charts over the time of the step move together.
+const timed = new Set();
+const view = { min: 0, max: 1, end: 1 };
+
+function look(min, max) {
+  const least = Math.max(view.end * 1e-6, 1e-5);
+  const width = Math.min(Math.max(max - min, least), view.end);
+  view.min = Math.min(Math.max(min, 0), view.end - width);
+  view.max = view.min + width;
+  for (const chart of timed) chart.setScale("x", { min: view.min, max: view.max });
+  const whole = view.min <= 0 && view.max >= view.end;
+  for (const button of document.querySelectorAll("button.reset")) button.disabled = whole;
+  hideTip();
+}
+const lookAtAll = () => look(0, view.end);
+
+function zoomable(chart) {
+  timed.add(chart);
+  const over = chart.over;
+  const place = clientX => {
+    const box = over.getBoundingClientRect();
+    return view.min + (clientX - box.left) / box.width * (view.max - view.min);
+  };
+  const scale = (clientX, factor) => {
+    const middle = place(clientX);
+    look(middle - (middle - view.min) * factor, middle + (view.max - middle) * factor);
+  };
+  over.addEventListener("wheel", event => {
+    const span = view.max - view.min;
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      if (span >= view.end) return;
+      event.preventDefault();
+      const shift = event.deltaX / over.clientWidth * span;
+      look(view.min + shift, view.max + shift);
+      return;
+    }
+    if (event.deltaY > 0 && span >= view.end) return;  // nothing more to see: let the page scroll
+    event.preventDefault();
+    scale(event.clientX, Math.exp(Math.max(-1, Math.min(1, event.deltaY / 240))));
+  }, { passive: false });
+  over.addEventListener("dblclick", lookAtAll);
+
+  let fingers = null;
+  const read = event => [...event.touches].map(touch => touch.clientX).sort((a, b) => a - b);
+  over.addEventListener("touchstart", event => { fingers = read(event); }, { passive: true });
+  over.addEventListener("touchmove", event => {
+    const now = read(event);
+    if (!fingers || now.length !== fingers.length) { fingers = now; return; }
+    if (now.length === 2) {
+      event.preventDefault();
+      scale((now[0] + now[1]) / 2, Math.max(20, fingers[1] - fingers[0]) / Math.max(20, now[1] - now[0]));
+    } else if (now.length === 1 && view.max - view.min < view.end) {
+      const shift = (fingers[0] - now[0]) / over.clientWidth * (view.max - view.min);
+      look(view.min + shift, view.max + shift);
+    }
+    fingers = now;
+  }, { passive: false });
+  over.addEventListener("touchend", () => { fingers = null; });
+}
+
+// Options of a chart over the step's time, in milliseconds.
+function overTime(extra) {
+  return {
+    cursor: {
+      y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
+      bind: { dblclick: () => null }, sync: { key: "step", setSeries: false },
+    },
+    hooks: {
+      setSelect: [chart => {
+        if (chart.select.width < 3) return;
+        const [a, b] = [chart.select.left, chart.select.left + chart.select.width].map(x => chart.posToVal(x, "x"));
+        chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+        look(a, b);
+      }],
+      ...extra.hooks,
+    },
+    ...extra.options,
+  };
+}
+const milliseconds = splits => {
+  const step = splits.length > 1 ? splits[1] - splits[0] : 1;
+  const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step) - 1e-9)));
+  return splits.map(value => value.toFixed(digits));
+};
+const resetButton = () => el("button", { class: "reset", type: "button", disabled: true, onclick: lookAtAll }, "Whole step");

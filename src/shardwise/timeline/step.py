@@ -1,0 +1,190 @@
+"""One step over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from shardwise.timeline.breakdown import Breakdown, Overlap, Segment, covered, cut, union
+from shardwise.timeline.chrome import to_chrome
+from shardwise.timeline.spans import COMPUTE, MemoryCurve, MemoryPeak, Span
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step: spans and memory by rank. `stands_for` says how many ranks a listed one is the
+    picture of (ranks that do the same are folded).
+    """
+
+    spans: tuple[Span, ...]
+    memory: tuple[MemoryCurve, ...] = ()
+    stands_for: Mapping[int, int] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)  # title, source, plan, ...
+
+    def __post_init__(self) -> None:
+        missing = sorted({curve.rank for curve in self.memory} - {s.rank for s in self.spans})
+        if self.spans and missing:
+            raise ValueError(f"memory of ranks {missing} without any span of theirs")
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Span]]:
+        found: dict[int, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            found[span.rank].append(span)
+        return {rank: sorted(found[rank], key=lambda s: s.start) for rank in sorted(found)}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._by_rank)
+
+    @property
+    def world(self) -> int:
+        return sum(self.stands_for.get(rank, 1) for rank in self.ranks)
+
+    def streams(self, rank: int) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(span.stream for span in self._by_rank[rank]))
+
+    @cached_property
+    def start(self) -> int:
+        return min((span.start for span in self.spans), default=0)
+
+    def end(self, rank: int) -> int:
+        return max(span.end for span in self._by_rank[rank])
+
+    @property
+    def slowest(self) -> int:
+        """The rank that ends last: the step is as long as its."""
+        if not self.spans:
+            raise ValueError("a timeline without spans has no slowest rank")
+        return max(self.ranks, key=lambda rank: (self.end(rank), -rank))
+
+    @property
+    def step(self) -> int:
+        """Nanoseconds from the first start to the last end."""
+        return self.end(self.slowest) - self.start if self.spans else 0
+
+    @property
+    def step_ms(self) -> float:
+        return self.step / 1e6
+
+    # Where the time went
+
+    @cached_property
+    def _known_segments(self) -> dict[int, list[Segment]]:
+        return {}
+
+    def segments(self, rank: int) -> list[Segment]:
+        """The step of `rank` in stretches of one kind each, from the step's start to its end."""
+        if rank not in self._known_segments:
+            self._known_segments[rank] = cut(self.start, self._by_rank[rank])
+        return self._known_segments[rank]
+
+    def breakdown(self, rank: int | None = None) -> Breakdown:
+        """Where the step went, of `rank` or of the slowest one."""
+        rank = self.slowest if rank is None else rank
+        held = dict.fromkeys(Breakdown.PARTS, 0)
+        for segment in self.segments(rank):
+            held[segment.kind] += segment.end - segment.start
+        computed = [s for s in self._by_rank[rank] if s.role == "compute"]
+        contention = min(sum(span.contention for span in computed), held["compute"])
+        held["compute"] -= contention
+        held["contention"] = contention
+        return Breakdown(step=self.end(rank) - self.start, **held)
+
+    def exposed(self, rank: int | None = None) -> dict[tuple[str, str], int]:
+        """Nanoseconds of exposed transfer by (unit, phase)."""
+        return self._laid_to("exposed_transfer", rank)
+
+    def waiting(self, rank: int | None = None) -> dict[tuple[str, str], int]:
+        """Nanoseconds of waiting for late peers by (unit, phase)."""
+        return self._laid_to("waiting_for_peers", rank)
+
+    def host_bound(self, rank: int | None = None) -> int:
+        """Nanoseconds in which the compute stream had nothing because the host was late."""
+        return self.breakdown(rank).host_idle
+
+    def _laid_to(self, kind: str, rank: int | None) -> dict[tuple[str, str], int]:
+        rank = self.slowest if rank is None else rank
+        found: dict[tuple[str, str], int] = defaultdict(int)
+        for segment in self.segments(rank):
+            if segment.kind == kind and segment.span is not None:
+                found[segment.span.unit, segment.span.phase] += segment.end - segment.start
+        return dict(found)
+
+    def overlaps(
+        self, name: str | None = None, phase: str | None = None, rank: int | None = None
+    ) -> list[Overlap]:
+        """Every transfer (of collective `name`, in `phase`) with its hidden and exposed time."""
+        rank = self.slowest if rank is None else rank
+        exposed: dict[int, int] = defaultdict(int)
+        for segment in self.segments(rank):
+            if segment.kind == "exposed_transfer" and segment.span is not None:
+                exposed[id(segment.span)] += segment.end - segment.start
+        busy = union((s.start, s.end) for s in self._by_rank[rank] if s.stream == COMPUTE)
+        return [
+            Overlap(span, covered(busy, span.start, span.end), exposed[id(span)])
+            for span in self._by_rank[rank]
+            if span.role == "transfer" and name in (None, span.name) and phase in (None, span.phase)
+        ]
+
+    # Memory
+
+    def curve(self, rank: int | None = None) -> MemoryCurve:
+        """The memory of `rank`, or of the rank with the highest peak."""
+        if not self.memory:
+            raise ValueError("this timeline has no memory curve")
+        if rank is None:
+            return max(self.memory, key=lambda curve: curve.peak().total)
+        return next(curve for curve in self.memory if curve.rank == rank)
+
+    def peak(self, rank: int | None = None) -> MemoryPeak:
+        return self.curve(rank).peak()
+
+    # Files
+
+    def to_json(self) -> str:
+        spans = [list(dataclasses.astuple(span)) for span in self.spans]
+        memory = [
+            {"rank": c.rank, "times": list(c.times), "roles": {k: [*v] for k, v in c.roles.items()}}
+            for c in self.memory
+        ]  # fmt: skip
+        columns = [f.name for f in dataclasses.fields(Span)]
+        return json.dumps(
+            {
+                "columns": columns,
+                "spans": spans,
+                "memory": memory,
+                "stands_for": {str(k): v for k, v in self.stands_for.items()},
+                "labels": dict(self.labels),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        expected = [f.name for f in dataclasses.fields(Span)]
+        if data.get("columns") != expected:
+            raise ValueError(f"spans have columns {data.get('columns')}, expected {expected}")
+        return cls(
+            spans=tuple(Span(*row) for row in data["spans"]),
+            memory=tuple(
+                MemoryCurve(
+                    m["rank"], tuple(m["times"]), {r: tuple(v) for r, v in m["roles"].items()}
+                )
+                for m in data["memory"]
+            ),
+            stands_for={int(k): v for k, v in data["stands_for"].items()},
+            labels=data["labels"],
+        )
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The trace format that Perfetto and chrome://tracing open: ranks are processes, streams
+        threads, memory a counter, arrows from a gather to what computes with it.
+        """
+        return to_chrome(self._by_rank, self.memory, self.stands_for, self.labels)

@@ -1,0 +1,100 @@
+"""Profiling some steps of a run, and the prediction to hold them against."""
+
+import dataclasses
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.description.cluster import Cluster
+from shardwise.description.workload import Workload
+from shardwise.errors import UserError
+from shardwise.measurement.profile import NothingProfiled
+from shardwise.measurement.profile_files import choose_cluster
+from shardwise.planning.schedule_step import StepOptions
+from shardwise.run_files import PREDICTED
+from shardwise.timeline import Timeline
+from shardwise.trainer.config import TrainConfig
+from shardwise.trainer.model import LM
+from shardwise.trainer.place import Place
+
+WARMUP = 5  # steps before, where the run has so many
+
+
+class StepProfiler:
+    """Profiles `run.profile` steps of the loop and writes their files beside the run's."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, plan: sw.Plan, place: Place) -> None:
+        self.config, self.model, self.plan, self.place = config, model, plan, place
+        run = config.run
+        self.first = min(WARMUP, run.steps - run.profile) + 1
+        self.last = self.first + run.profile - 1
+        self._open = ExitStack()
+
+    def before(self, step: int) -> float:
+        """Begin before the first of them. Gives the seconds that this took from the loop."""
+        if not self.config.run.profile or step != self.first:
+            return 0.0
+        began = perf_counter()
+        title = f"{self.plan.title} on {self.place.world} {self.place.device.type} ranks"
+        self._measured = sw.profile(self.model, self.config.run.profile, title=title)
+        self._open.enter_context(self._measured)
+        self._begun_s = self._measured.seconds
+        return perf_counter() - began
+
+    def after(self, step: int) -> float:
+        """End after the last of them, and write the files; seconds as `before` gives them."""
+        if not self.config.run.profile or step != self.last:
+            return 0.0
+        began, measured = perf_counter(), self._measured
+        stopped = measured.seconds - self._begun_s  # inside the step that ended
+        try:
+            self._open.close()
+        except NothingProfiled as error:
+            self._say(f"nothing was profiled: {error}")
+            return perf_counter() - began + stopped
+        out, device = Path(self.config.run.out), self.place.device_name
+        cluster = choose_cluster(device)
+        measured.write(out, cluster)
+        if self.place.rank == 0 and cluster:
+            try:
+                predicted = predict(self.config, self.plan, cluster, self.place.device.type)
+                (out / PREDICTED).write_text(predicted.to_json() + "\n", encoding="utf-8")
+            except (ValueError, UserError, NotImplementedError) as error:
+                self._say(f"this step could not be predicted on {cluster}: {error}")
+        return perf_counter() - began + stopped
+
+    def _say(self, text: str) -> None:
+        if self.place.rank == 0:
+            print(f"shardwise: {text}", file=sys.stderr, flush=True)
+
+
+def predict(config: TrainConfig, plan: sw.Plan, cluster_name: str, device: str) -> Timeline:
+    """The step that the configuration asks for, simulated on a packaged cluster."""
+    data = config.data
+    with torch.device("meta"):
+        model = LM(config.model.resolve(), data.seq)
+    workload = Workload(
+        data.seq,
+        data.batch,
+        config.run.micro_batches,
+        checkpoint=config.model.checkpoint,
+    )
+    cluster = Cluster.load(cluster_name)
+    described = sw.describe(model, workload, plan, device=device)
+    options = StepOptions(clip=True)
+    timeline = sw.simulate(plan, described, cluster, workload, options=options)
+    labels = {
+        **timeline.labels,
+        "title": f"predicted: {plan.title} on {cluster.name}",
+        "source": "simulated",
+        "engine": "shardwise",
+        "device": cluster.device.name,
+        "steps": "1",
+        "step_ms": f"{timeline.step_ms:.3f}",
+    }
+    return dataclasses.replace(timeline, labels=labels)

@@ -1,0 +1,133 @@
+"""Profiles on one GPU: a rank of an emulated group, under shardwise and under torch's FSDP2.
+
+Needs no pytest where there is none: `python -m tests.gpu.test_profile [DIR]` runs the same.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import pytest
+except ImportError:  # a GPU machine without test tools
+    pytest = None  # type: ignore[assignment]
+
+ENGINES = ("plan", "fully_shard", "torch")
+
+
+def run_profile(kind: str, directory: str, layers: int, batch: int, gigabytes: float) -> dict:
+    """Profile three steps of one engine; the figures that a test asserts on."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from shardwise.comms.emulated import Network, emulate
+    from shardwise.measurement import engines, step
+    from shardwise.measurement.engines import Precision
+    from shardwise.measurement.memory import free_device
+    from shardwise.measurement.models import Shape, make_model
+    from shardwise.measurement.profile import profile
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    free_device()
+    shape = Shape(layers, 2048, 5632, 16, 32000, fused_qkv=True)
+    wraps = {**engines.OURS, "torch": engines.wrap_theirs}
+    wrapped = wraps[kind](make_model(shape, "cuda"), "zero3", Precision("bfloat16", "float32"))
+    case = step.Case("profile", shape, batch, 2048, ("zero3",), 3, 3)
+    run = wrapped.step_on(*step._make_tokens(case, "cuda", batch, 2048))
+    with emulate(Network(gigabytes * 1e9, 20e-6)):
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - began) * 1e3)
+        torch.cuda.reset_peak_memory_stats()
+        with profile(wrapped.model, steps=3, title=f"{kind} at {gigabytes:.0f} GB/s") as measured:
+            for _ in range(3):
+                run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    measured.write(directory, cluster="h200x8")
+    timeline = measured.timeline
+    memory = timeline.peak()
+    exposed = sorted(timeline.exposed().items(), key=lambda item: -item[1])
+    return {
+        "engine": timeline.labels["engine"],
+        "source": timeline.labels["source"],
+        "alone_ms": sorted(times)[2],
+        "step_ms": timeline.step_ms,
+        "parts": {k: v / 1e6 for k, v in timeline.breakdown().parts().items()},
+        "exposed_ms": {" ".join(key): value / 1e6 for key, value in exposed[:6]},
+        "units": sorted({s.unit for s in timeline.spans}),
+        "streams": list(timeline.streams(0)),
+        "gathers": len(timeline.overlaps("all_gather")),
+        "hidden_forward": sum(
+            o.exposed < 50_000 for o in timeline.overlaps("all_gather", "forward")
+        ),
+        "reduces": len(timeline.overlaps("reduce_scatter")),
+        "messages": len(measured.messages),
+        "peak": memory.total,
+        "allocator_peak": peak,
+        "roles": dict(memory.by_role),
+        "largest": measured.memory[0]["largest"],
+        "reserved": max(measured.memory[0]["reserved"]),
+        "active": max(measured.memory[0]["active"]),
+        "spans": len(timeline.spans),
+        "read_s": measured.seconds,
+    }
+
+
+def check(kind: str, layers: int, found: dict[str, Any], directory: Path) -> None:
+    assert found["engine"] == ("torch" if kind == "torch" else "shardwise")
+    assert found["source"] == "emulated"
+    assert abs(sum(found["parts"].values()) - found["step_ms"]) < 1e-3
+    assert {f"layers.{i}" for i in range(layers)} <= set(found["units"])
+    assert found["gathers"] >= 2 * layers and found["reduces"] >= layers
+    assert found["parts"]["compute"] > 0.5 * found["step_ms"]
+    # With prefetch all gathers of forward but the first are hidden.
+    assert found["hidden_forward"] >= layers - 1
+    assert abs(found["peak"] / found["allocator_peak"] - 1) < 0.01
+    assert found["roles"]["other"] < 0.01 * found["peak"]
+    assert found["reserved"] >= found["active"] >= found["peak"]
+    for name in ("timeline.json", "memory.json", "messages.json", "trace.json"):
+        json.loads((directory / name).read_text())
+    assert (directory / "memory-rank0.pickle").stat().st_size > 0
+
+
+if pytest is not None:
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    @pytest.mark.parametrize("kind", ENGINES)
+    def test_a_profile_of_an_emulated_rank(kind: str, tmp_path: Path) -> None:
+        found = run_profile(kind, str(tmp_path), layers=4, batch=2, gigabytes=300)
+        check(kind, 4, found, tmp_path)
+
+
+def main() -> int:
+    """All engines without pytest; the exit code counts the failures."""
+    root, failures = Path(sys.argv[1] if len(sys.argv) > 1 else "profiles"), 0
+    for kind in ENGINES:
+        found = run_profile(kind, str(root / kind), layers=16, batch=4, gigabytes=300)
+        print(kind, json.dumps(found, indent=1), flush=True)
+        try:
+            check(kind, 16, found, root / kind)
+        except AssertionError as error:
+            failures += 1
+            print(f"{kind} FAILED {error!r} at line {error.__traceback__.tb_lineno}", flush=True)  # type: ignore[union-attr]
+    print(f"{len(ENGINES) - failures} passed, {failures} failed")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

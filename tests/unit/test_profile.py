@@ -1,0 +1,323 @@
+"""Profiles without ranks: from marks and traces to spans, memory by role, the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.comms import marks as marking
+from shardwise.comms.marks import BufferMark, Call, Marks, Range, Wait
+from shardwise.measurement import profile_device, profile_host
+from shardwise.measurement.profile import NothingProfiled
+from shardwise.measurement.profile_cli import insert_runner
+from shardwise.measurement.profile_memory import (
+    Block,
+    Owned,
+    Owners,
+    assign_roles,
+    draw_curve,
+    host_blocks,
+)
+from shardwise.measurement.profile_spans import (
+    HostPieces,
+    Transfer,
+    carry_over,
+    cut_host,
+    part_waiting,
+)
+from shardwise.measurement.profile_trace import Allocation, Event, Kernel, Trace
+from shardwise.timeline import COMPUTE, Span, Timeline
+
+MS = 1_000_000
+
+
+def make_marks() -> Marks:
+    """A forward of units a and b, where b's gather is issued at 1 ms and waited for at 11 ms."""
+    marks = Marks()
+    call = Call("all_gather", "b", "forward", "shard", 64, 2, (0, 1), 1 * MS, 2 * MS, None, 15 * MS)
+    marks.contexts[:] = [(0, "", "forward"), (3 * MS, "a", "forward"), (16 * MS, "b", "forward")]
+    marks.ranges[:] = [
+        Range("gather", "b", "forward", 1 * MS, 3 * MS),
+        Wait("wait", "b", "forward", 11 * MS, 16 * MS, call),
+    ]
+    marks.calls[:] = [call]
+    return marks
+
+
+def test_a_host_computes_copies_waits_and_idles() -> None:
+    marks = make_marks()
+    trace = Trace(host=1)
+    trace.operations = [
+        Event("c10d::allgather_", 1 * MS, 2 * MS, 1),
+        Event("aten::mm", 4 * MS, 8 * MS, 1),
+        Event("aten::mm", 8 * MS + 100_000, 10 * MS, 1),  # after Python between two operations
+        Event("aten::copy_", 5 * MS, 30 * MS, 2),  # gloo's own thread
+        Event("aten::mm", 17 * MS, 20 * MS, 1),
+    ]
+    trace.transfers = [Event("gloo:all_gather", 2 * MS, 15 * MS, 2)]
+    transfers, others = profile_host.host_transfers(trace, marks, 0, 20 * MS, 0)
+    assert others == [] and [t.span.start for t in transfers] == [2 * MS]
+    spans = profile_host.host_spans(trace, marks, 0, 20 * MS, 0, others)
+    timeline = Timeline((*spans, *part_waiting([transfers])))
+    assert timeline.breakdown().parts() == {
+        "compute": 9 * MS, "contention": 0, "exposed_transfer": 4 * MS, "waiting_for_peers": 0,
+        "copies": 1 * MS, "host_idle": 6 * MS,
+    }  # fmt: skip
+    assert timeline.exposed() == {("b", "forward"): 4 * MS}
+    computed = {s.unit: s.duration for s in spans if s.role == "compute"}
+    assert computed == {"a": 6 * MS, "b": 3 * MS}
+    # Waking up after the data had arrived is the host's.
+    assert any(s.role == "host" and (s.start, s.end) == (15 * MS, 16 * MS) for s in spans)
+
+
+def test_a_long_pause_between_operations_is_the_hosts() -> None:
+    marks = Marks()
+    marks.contexts[:] = [(0, "a", "forward")]
+    trace = Trace(host=1)
+    trace.operations = [Event("aten::mm", 0, MS, 1), Event("aten::mm", 9 * MS, 10 * MS, 1)]
+    spans = profile_host.host_spans(trace, marks, 0, 10 * MS, 0, [])
+    assert [(s.role, s.duration) for s in spans] == [
+        ("compute", MS), ("host", 8 * MS), ("compute", MS),
+    ]  # fmt: skip
+
+
+def test_kernels_belong_to_the_mark_that_launched_them() -> None:
+    marks = Marks("cuda")
+    call = Call("all_gather", "b", "forward", "shard", 64, 8, tuple(range(8)), 120, 140)
+    marks.contexts[:] = [(0, "a", "forward"), (200, "b", "forward")]
+    marks.ranges[:] = [Range("gather", "b", "forward", 100, 180)]
+    marks.calls[:] = [call]
+    trace = Trace()
+    us = 1000
+    trace.kernels = [
+        Kernel("gemm", 10 * us, 20 * us, 7, 50, "kernel"),
+        Kernel("spin_kernel", 15 * us, 40 * us, 9, 130, "kernel"),  # inside the call
+        Kernel("split", 40 * us, 41 * us, 8, 170, "kernel"),  # inside the gather
+        Kernel("gemm", 42 * us, 60 * us, 7, 250, "kernel"),  # was there and waited for the gather
+        Kernel("gemm", 90 * us, 95 * us, 7, 85 * us, "kernel"),  # the host was late
+    ]
+    spans, transfers, opened, closed = profile_device.device_spans(trace, marks, 0, 100 * us, 0)
+    assert (opened, closed) == (0, 100 * us)
+    timeline = Timeline((*spans, *part_waiting([transfers])))
+    assert timeline.exposed() == {("b", "forward"): 20 * us}
+    parts = timeline.breakdown()
+    assert parts.compute == (10 + 18 + 5) * us
+    assert parts.copies == 1 * us
+    assert parts.host_idle == parts.step - parts.compute - parts.copies - parts.exposed_transfer
+    late = [s for s in spans if s.name == "host late"]
+    assert (late[-1].start, late[-1].end) == (60 * us, 90 * us)
+    assert {s.unit for s in spans if s.role == "compute"} == {"a", "b"}
+
+
+def transfer(rank: int, start: int, end: int, number: int = 0) -> Transfer:
+    span = Span("all_gather", "a", "forward", "transfer", rank, "shard", start, end)
+    return Transfer(span, ("shard", (0, 1)), number, 8, 2)
+
+
+def test_time_beyond_the_quickest_rank_is_waiting() -> None:
+    spans = part_waiting([[transfer(0, 0, 100)], [transfer(1, 90, 101)]])
+    assert [(s.rank, s.role, s.start, s.end) for s in spans] == [
+        (0, "waiting", 0, 89), (0, "transfer", 89, 100), (1, "transfer", 90, 101),
+    ]  # fmt: skip
+
+
+def test_memory_gets_the_role_of_its_owner_or_of_its_birth() -> None:
+    marks = Marks()
+    marks.contexts[:] = [(0, "a", "forward"), (100, "a", "backward"), (200, "", "optimizer")]
+    marks.ranges[:] = [Range("pack", "a", "backward", 150, 160)]
+    full = object()
+    marks.buffers[:] = [BufferMark(11, full, 3, 40), BufferMark(90, full, 3, -40)]
+    before = Owners(tensors={1: Owned(100, "parameters", "parameters of a")})
+    owners = Owners(
+        tensors={1: Owned(100, "parameters", "parameters of a"), 2: Owned(7, "state", "exp_avg")},
+        buffers={id(full): Owned(40, "full", "full of a")},
+        sizes={"a": {30}},
+    )
+    allocations = [
+        Allocation(10, 3, 40),
+        Allocation(20, 4, 50),
+        Allocation(25, 5, 60),
+        Allocation(30, 5, -60),
+        Allocation(91, 3, -40),
+        Allocation(110, 6, 30),
+        Allocation(120, 4, -50),
+        Allocation(152, 7, 30),
+        Allocation(170, 6, -30),
+    ]
+    blocks = host_blocks(allocations, before, owners, marks.buffers)
+    assign_roles(blocks, owners, before, marks, HostPieces(cut_host(marks, 0, 300)))
+    assert {(b.address, b.role) for b in blocks} == {
+        (1, "parameters"), (2, "state"), (3, "full"), (4, "activations"), (5, "temporary"),
+        (6, "gradients"), (7, "slots"),
+    }  # fmt: skip
+    curve = draw_curve(blocks, 0, 300)
+    assert curve.totals[0] == 107 and max(curve.totals) == 107 + 40 + 50 + 60
+    assert curve.totals[-1] == 107 + 30
+    assert curve.largest[0] == {"bytes": 100, "role": "parameters", "what": "parameters of a"}
+
+
+def test_a_long_curve_keeps_its_peak() -> None:
+    blocks = [Block(i, 1, born=i, died=i + 1 + (i == 4321) * 10**6) for i in range(1, 9000)]
+    blocks.append(Block(-1, 1000, born=7000, died=7001))
+    curve = draw_curve(blocks, 0, 10**5)
+    assert len(curve.times) < 2000 and max(curve.totals) >= 1001
+    assert curve.times == sorted(curve.times)
+
+
+def test_moments_carry_over_between_steps() -> None:
+    marks = Marks()
+    marks.contexts[:] = [(10, "a", "forward"), (110, "a", "forward"), (150, "b", "forward")]
+    assert carry_over([0, 5, 10, 55, 100], marks, (0, 100), (200, 400)) == [200, 210, 220, 310, 400]
+    both = carry_over([0, 4, 10, 15, 20], marks, (0, 20), (105, 145))
+    assert both == [105, 107, 110, 128, 145]  # 10 is 110
+
+
+def test_marks_say_nothing_when_nobody_listens() -> None:
+    assert marking.on is None
+    with marking.range("gather", "a"):
+        pass
+    assert marking.issued("handle") == "handle"
+
+
+def test_one_process_is_a_rank_of_its_own() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
+    sw.shard(model, sw.Plan.of("zero3", mesh=1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+
+    step()
+    with sw.profile(model, steps=2) as measured:
+        for _ in range(4):  # more than are profiled
+            step()
+    assert marking.on is None
+    assert measured.timeline.labels["steps"] == "2"
+    computes = {(s.unit, s.phase) for s in measured.timeline.spans if s.role == COMPUTE}
+    assert {(str(i), phase) for i in range(3) for phase in ("forward", "backward")} <= computes
+    assert ("", "optimizer") in computes
+    assert measured.messages == []
+    with sw.profile(model, steps=5) as fewer:  # than were asked for
+        for _ in range(4):
+            step()
+    assert fewer.timeline.labels["steps"] == "4"
+    assert fewer.timeline.peak().by_role["parameters"] > 0
+
+
+def test_a_plain_model_is_profiled_by_its_blocks() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sw.profile(model, steps=2) as measured:
+        for _ in range(2):
+            model(torch.ones(256, 64)).sum().backward()
+            optimizer.step()
+    computes = {(s.unit, s.phase) for s in measured.timeline.spans if s.role == COMPUTE}
+    assert {(str(i), phase) for i in range(3) for phase in ("forward", "backward")} <= computes
+    assert measured.timeline.labels["engine"] == "torch"
+
+
+def test_a_profile_without_a_step_is_an_error() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(NothingProfiled, match="no training step ended"), sw.profile(model):
+        model(torch.ones(1, 2))
+    with pytest.raises(ValueError, match="steps is 0"):
+        sw.profile(model, steps=0)
+    assert marking.on is None
+
+
+def test_an_error_inside_ends_the_profile() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(KeyError), sw.profile(model):
+        raise KeyError
+    assert marking.on is None
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python train.py --lr 1", "python RUN train.py --lr 1"),
+        ("python3.11 -u -m pkg.train x", "python3.11 -u RUN -m pkg.train x"),
+        (
+            "torchrun --standalone --nproc-per-node 2 train.py --a",
+            "torchrun --standalone --nproc-per-node 2 RUN train.py --a",
+        ),
+        ("torchrun --nproc_per_node=2 -m pkg", "torchrun --nproc_per_node=2 RUN -m pkg"),
+        (
+            "python -m torch.distributed.run --nnodes=1 t.py",
+            "python -m torch.distributed.run --nnodes=1 RUN t.py",
+        ),
+        ("shardwise train --nproc 2", "shardwise train --nproc 2"),
+    ],
+)
+def test_the_runner_goes_before_the_script(command: str, expected: str) -> None:
+    runner = "-m shardwise.measurement.profile_run"
+    assert " ".join(insert_runner(command.split())) == expected.replace("RUN", runner)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_the_command_profiles_a_program_that_does_not_know_of_it(tmp_path: Path) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    command = ["profile", "--out", str(out), "--steps", "2", "--skip", "1", "--", sys.executable]
+    assert main([*command, str(script), "4"]) == 0
+    timeline = Timeline.from_json((out / "timeline.json").read_text())
+    assert timeline.labels["steps"] == "2" and timeline.ranks == (0,)
+    assert (out / "trace.json").exists() and (out / "memory.json").exists()
+
+
+def test_the_command_says_why_nothing_was_profiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = ["profile", "--out", str(tmp_path / "out"), "--", sys.executable, str(script), "2"]
+    assert main(command) == 2
+    assert "at least 6 steps" in capsys.readouterr().err
+    assert main(["profile", "--"]) == 2
+    assert "give the program" in capsys.readouterr().err
+    ran = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli", *command], capture_output=True, text=True
+    )
+    assert "took 2 optimizer steps" in ran.stderr and ran.returncode == 2
+
+
+def test_training_with_profile_leaves_a_measured_and_a_predicted_timeline(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ["train", "--plan", "zero3", "--nproc", "2", "--steps", "4", "--profile", "2"]
+    assert main([*command, "--out", str(out)]) == 0
+    measured = Timeline.from_json((out / "timeline.json").read_text())
+    predicted = Timeline.from_json((out / "predicted.json").read_text())
+    assert (measured.labels["source"], predicted.labels["source"]) == ("measured", "simulated")
+    assert measured.ranks == (0, 1)
+    units = {s.unit for s in measured.spans if s.role == COMPUTE and s.phase == "forward"} - {""}
+    assert units == {s.unit for s in predicted.spans if s.role == COMPUTE} - {""}
+    for name in ("memory.json", "messages.json", "trace.json", "metrics.jsonl"):
+        assert (out / name).stat().st_size > 0
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_run_too_short_to_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--steps", "3", "--profile", "3"]) == 2
+    assert "run.profile" in capsys.readouterr().err
