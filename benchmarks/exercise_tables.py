@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.measurement import memory_bench_plot, overlap_plot
+from shardwise.measurement.exercises import memory_plot as memory_bench_plot
+from shardwise.measurement.exercises import overlap_plot
 
 Result = dict[str, Any]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         replace_torch_fully_shard,
         share_comm_ctx,
     )
-    from shardwise.measurement.profile import profile
+    from shardwise.measurement.profile.collect import profile
     from shardwise.planning.describe import describe
     from shardwise.planning.plan import Plan
     from shardwise.planning.search import search
@@ -53,7 +53,7 @@ _HOMES = {
     "local": "runtime.local",
     "materialize": "runtime.materialize",
     "microbatches": "runtime.microbatches",
-    "profile": "measurement.profile",
+    "profile": "measurement.profile.collect",
     "record": "comms.recording",
     "register_fsdp_forward_method": "compat",
     "replace_torch_fully_shard": "compat",
@@ -104,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 if os.environ.get("SHARDWISE_PROFILE"):  # set by `shardwise profile`, for every rank it starts
-    importlib.import_module("shardwise.measurement.profile_auto")
+    importlib.import_module("shardwise.measurement.profile.auto")

@@ -17,10 +17,10 @@ COMMANDS = (
     "shardwise.planning.plan_cli",
     "shardwise.trainer.train_cli",
     "shardwise.reporting.report_cli",
-    "shardwise.measurement.profile_cli",
+    "shardwise.measurement.profile.cli",
     "shardwise.measurement.bench_cli",
-    "shardwise.measurement.calibrate_cli",
-    "shardwise.measurement.emulate_cli",
+    "shardwise.measurement.calibration.cli",
+    "shardwise.measurement.emulation.cli",
 )
 
 

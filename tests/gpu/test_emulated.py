@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.comms import versions
 from shardwise.comms.emulated import Emulation, Network, emulate
 from shardwise.comms.emulated_exposure import Message
-from shardwise.measurement.emulate import joined
-from shardwise.measurement.emulate_check import time_collective
+from shardwise.measurement.emulation.check import time_collective
+from shardwise.measurement.emulation.run import joined
 
 try:
     import pytest

@@ -31,7 +31,7 @@ def run_profile(kind: str, directory: str, layers: int, batch: int, gigabytes: f
     from shardwise.measurement.engines import Precision
     from shardwise.measurement.memory import free_device
     from shardwise.measurement.models import Shape, make_model
-    from shardwise.measurement.profile import profile
+    from shardwise.measurement.profile.collect import profile
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)

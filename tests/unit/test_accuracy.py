@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from shardwise.cli import main
 from shardwise.description.cluster import Cluster
-from shardwise.measurement import accuracy, accuracy_seeds
-from shardwise.measurement.accuracy_calibrate import Calibration
-from shardwise.measurement.accuracy_cases import CASES
-from shardwise.measurement.accuracy_docs import draw_plot, write_docs
-from shardwise.measurement.accuracy_gpu import describe_case, predict, sizes_of
-from shardwise.measurement.accuracy_replay import PAUSE_S, Beside, in_step_order, replay
+from shardwise.measurement.accuracy import rows as accuracy
+from shardwise.measurement.accuracy import seeds as accuracy_seeds
+from shardwise.measurement.accuracy.calibrate import Calibration
+from shardwise.measurement.accuracy.cases import CASES
+from shardwise.measurement.accuracy.docs import draw_plot, write_docs
+from shardwise.measurement.accuracy.gpu import describe_case, predict, sizes_of
+from shardwise.measurement.accuracy.replay import PAUSE_S, Beside, in_step_order, replay
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -24,9 +24,9 @@ from shardwise.comms.emulated_exposure import merge, overlap
 from shardwise.comms.emulated_links import HostLinks
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members, collective_time
-from shardwise.measurement.emulate import Job, joined, run
-from shardwise.measurement.emulate_engines import Subject, build
-from shardwise.measurement.emulate_network import ClusterNetwork
+from shardwise.measurement.emulation.engines import Subject, build
+from shardwise.measurement.emulation.network import ClusterNetwork
+from shardwise.measurement.emulation.run import Job, joined, run
 from shardwise.planning.memory import count_sent
 from shardwise.planning.plan import Plan
 from shardwise.runtime.api import engine_of

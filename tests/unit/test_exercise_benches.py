@@ -13,12 +13,11 @@ import torch
 
 from shardwise.cli import main
 from shardwise.errors import UserError
-from shardwise.measurement import seed004
-from shardwise.measurement.forward_backward import summarize
-from shardwise.measurement.fresh import run_fresh
-from shardwise.measurement.lm_sizes import Case, explain_failure
-from shardwise.measurement.memory_bench import Subject
-from shardwise.measurement.memory_bench_trace import (
+from shardwise.measurement.exercises import seed004
+from shardwise.measurement.exercises.forward_backward import summarize
+from shardwise.measurement.exercises.fresh import run_fresh
+from shardwise.measurement.exercises.memory import Subject
+from shardwise.measurement.exercises.memory_trace import (
     MODULE,
     PHASE,
     Allocation,
@@ -26,6 +25,7 @@ from shardwise.measurement.memory_bench_trace import (
     read_trace,
     thin_out,
 )
+from shardwise.measurement.exercises.sizes import Case, explain_failure
 from shardwise.measurement.models import Shape, make_model
 from shardwise.measurement.rows import RowFile
 

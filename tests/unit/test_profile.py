@@ -14,10 +14,11 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.comms import marks as marking
 from shardwise.comms.marks import BufferMark, Call, Marks, Range, Wait
-from shardwise.measurement import profile_device, profile_host
-from shardwise.measurement.profile import NothingProfiled
-from shardwise.measurement.profile_cli import insert_runner
-from shardwise.measurement.profile_memory import (
+from shardwise.measurement.profile import device as profile_device
+from shardwise.measurement.profile import host as profile_host
+from shardwise.measurement.profile.cli import insert_runner
+from shardwise.measurement.profile.collect import NothingProfiled
+from shardwise.measurement.profile.memory import (
     Block,
     Owned,
     Owners,
@@ -25,14 +26,14 @@ from shardwise.measurement.profile_memory import (
     draw_curve,
     host_blocks,
 )
-from shardwise.measurement.profile_spans import (
+from shardwise.measurement.profile.spans import (
     HostPieces,
     Transfer,
     carry_over,
     cut_host,
     part_waiting,
 )
-from shardwise.measurement.profile_trace import Allocation, Event, Kernel, Trace
+from shardwise.measurement.profile.trace import Allocation, Event, Kernel, Trace
 from shardwise.timeline import COMPUTE, Span, Timeline
 
 MS = 1_000_000
@@ -259,7 +260,7 @@ def test_an_error_inside_ends_the_profile() -> None:
     ],
 )
 def test_the_runner_goes_before_the_script(command: str, expected: str) -> None:
-    runner = "-m shardwise.measurement.profile_run"
+    runner = "-m shardwise.measurement.profile.run"
     assert " ".join(insert_runner(command.split())) == expected.replace("RUN", runner)
 
 

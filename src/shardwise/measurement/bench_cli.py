@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.measurement import accuracy_cli, exercise_cli
+from shardwise.measurement.accuracy import cli as accuracy_cli
+from shardwise.measurement.exercises import cli as exercise_cli
 
 _CASES = ("fake8", "gloo2", "h200")
 _STRATEGIES = ("zero3", "zero2", "ddp")
@@ -202,7 +203,7 @@ def bench_profile(arguments: argparse.Namespace) -> None:
     _check_folder(arguments.json)
 
     from shardwise.measurement.benchmark import describe_environment
-    from shardwise.measurement.profile_bench import measure
+    from shardwise.measurement.profile.bench import measure
     from shardwise.measurement.results import write_json
 
     environment = describe_environment(arguments.commit)
@@ -223,7 +224,7 @@ def bench_attention(arguments: argparse.Namespace) -> None:
     _check_folder(arguments.json)
     _check_folder(arguments.plot, "--plot")
 
-    from shardwise.measurement.attention import run
+    from shardwise.measurement.attention.sweeps import run
 
     run(arguments, sweeps, _command(arguments.json, arguments.plot))
 

@@ -1,0 +1,1 @@
+"""Predictions against measurements and reports: `shardwise bench accuracy`."""

@@ -1,0 +1,170 @@
+"""docs/accuracy.md and its plot, from the results of `shardwise bench accuracy`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.measurement.accuracy.rows import error_of, summarize
+
+Row = dict[str, Any]
+
+_HEAD = """\
+# How well the planner predicts
+
+Written by `shardwise bench accuracy`; do not edit. Predictions of seeds use nothing of the figures
+they are compared with: one GPU's micro-batch times, cluster constants with their sources
+(`src/shardwise/description/clusters`), and the models' sizes. Predictions on a GPU use copies and
+a host that were timed alone in the same run, and the kernels of the described model: they are
+replayed in the step's order without the engine, amid as many copies and pauses as the step is
+predicted to have, for a second until the GPU's clock has settled under its power limit and for
+another in which they are timed. Steps are timed likewise, and are means over a second. The
+collectives there are emulated (they take a modelled time); `held-out` configurations were fixed
+before the model was corrected with the `build` ones. Rows marked *order* claim their order only:
+the document gives no shape or batch.
+"""
+
+
+def write_docs(path: Path, results: dict[str, Any], *others: dict[str, Any]) -> None:
+    """Write the page, and the plot beside it, from results of one or several machines."""
+    everything = (results, *others)
+    rows: list[Row] = [row for each in everything for row in each["rows"]]
+    plot = path.with_name("accuracy.svg")
+    plot.write_text(draw_plot(rows), encoding="utf-8")
+    lines = [_HEAD, *[f"- {line}" for line in summarize(rows)], ""]
+    lines += [f"![predicted against measured step time]({plot.name})", ""]
+    lines += _table("Seeds", [row for row in rows if "seed" in row])
+    lines += _table("Two real ranks over gloo", [r for r in rows if r.get("set") == "gloo"])
+    for group in ("held-out", "build"):
+        members = [row for row in rows if row.get("set") == group]
+        lines += _table(f"One GPU, emulated network, {group}", members)
+    lines += _sweep(results.get("sweep", []))
+    for environment in (each["environment"] for each in everything):
+        place = environment.get("gpu") or environment.get("cpu")
+        lines += [f"{place}, torch {environment['torch']}, commit {environment['commit']}.", ""]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _table(title: str, rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    lines = [
+        f"## {title}",
+        "",
+        "| case | mode | predicted | actual | error | predicted peak | actual peak | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        label = row.get("case") or f"seed {row['seed']}"
+        cells = [label, row["mode"], *_cells(row, "ms"), *_cells(row, "bytes")]
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = dict.fromkeys(row["note"] for row in rows if "note" in row)
+    return [*lines, "", *[line for note in notes for line in (note, "")]]
+
+
+def _cells(row: Row, what: str) -> list[str]:
+    error = error_of(row, what)
+    if error is None:
+        return ["", "", ""]
+    predicted = row[f"predicted_{what}"]
+    actual = row.get(f"measured_{what}") or row[f"reported_{what}"]
+    shown = "order" if row.get("compared") == "order" else f"{error:+.1%}"
+    if what == "ms":
+        return [f"{predicted:.1f} ms", f"{actual:.1f} ms", shown]
+    return [f"{predicted / 1e9:.2f} GB", f"{actual / 1e9:.2f} GB", shown]
+
+
+def _sweep(sweep: Sequence[Row]) -> list[str]:
+    """Seed 000: by how much delaying the all-reduce speeds a step up."""
+    if not sweep:
+        return []
+    ratios = sorted({row["ratio"] for row in sweep})
+    lines = [
+        "## Where delaying the all-reduce pays",
+        "",
+        "Seed 000's model: HSDP's step over that of HSDP with the all-reduce delayed to the last "
+        "micro-batch, by micro-batches and by the ratio of their sizes. Above 1 it pays.",
+        "",
+        "| accumulate | " + " | ".join(f"ratio {ratio}" for ratio in ratios) + " |",
+        "|---" * (len(ratios) + 1) + "|",
+    ]
+    for accumulate in sorted({row["accumulate"] for row in sweep}):
+        found = {r["ratio"]: r["speedup"] for r in sweep if r["accumulate"] == accumulate}
+        lines.append(f"| {accumulate} | " + " | ".join(f"{found[r]:.3f}" for r in ratios) + " |")
+    return [*lines, ""]
+
+
+# The plot: predicted over actual on logarithmic axes, with the 5 % band.
+_SIDE, _MARGIN = 460, 56
+_COLORS = {"seed": "#7a5195", "gloo": "#ef8354", "build": "#8d99ae", "held-out": "#2a6f97"}
+
+
+def draw_plot(rows: Sequence[Row]) -> str:
+    """An SVG of step times: every point on the diagonal is a perfect prediction."""
+    points: list[tuple[float, float, str, str]] = [
+        (
+            float(row.get("measured_ms") or row["reported_ms"]),
+            float(row["predicted_ms"]),
+            "seed" if "seed" in row else row.get("set", ""),
+            row["mode"],
+        )
+        for row in rows
+        if error_of(row, "ms") is not None and row.get("compared") != "order"
+    ]
+    values = [value for actual, predicted, _, _ in points for value in (actual, predicted)]
+    low = 10 ** math.floor(math.log10(min(values, default=1.0)))
+    high = 10 ** math.ceil(math.log10(max(values, default=10.0)) + 1e-9)
+
+    def place(value: float) -> float:
+        span = math.log10(high) - math.log10(low)
+        return (math.log10(value) - math.log10(low)) / span * (_SIDE - 2 * _MARGIN)
+
+    def x(value: float) -> str:
+        return f"{_MARGIN + place(value):.1f}"
+
+    def y(value: float) -> str:
+        return f"{_SIDE - _MARGIN - place(value):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_SIDE} {_SIDE}" '
+        'font-family="sans-serif" font-size="11" role="img">',
+        "<title>Predicted against measured step time</title>",
+        f'<rect width="{_SIDE}" height="{_SIDE}" fill="#ffffff"/>',
+        f'<polygon points="{x(low)},{y(low * 1.05)} {x(high / 1.05)},{y(high)} '
+        f"{x(high)},{y(high)} {x(high)},{y(high / 1.05)} {x(low * 1.05)},{y(low)} "
+        f'{x(low)},{y(low)}" fill="#e9eef2"/>',
+        f'<line x1="{x(low)}" y1="{y(low)}" x2="{x(high)}" y2="{y(high)}" stroke="#999"/>',
+    ]
+    tick = low
+    while tick <= high * 1.001:
+        parts += [
+            f'<text x="{x(tick)}" y="{_SIDE - _MARGIN + 18}" text-anchor="middle">{tick:g}</text>',
+            f'<text x="{_MARGIN - 8}" y="{y(tick)}" text-anchor="end">{tick:g}</text>',
+        ]
+        tick *= 10
+    middle = _SIDE / 2
+    parts += [
+        f'<text x="{middle}" y="{_SIDE - 12}" text-anchor="middle">measured or reported, ms</text>',
+        f'<text x="14" y="{middle}" text-anchor="middle" '
+        f'transform="rotate(-90 14 {middle})">predicted, ms</text>',
+    ]
+    for actual, predicted, group, mode in points:
+        color = _COLORS.get(group, "#333")
+        parts.append(
+            f'<circle cx="{x(actual)}" cy="{y(predicted)}" r="4" fill="{color}" '
+            f'fill-opacity="0.8"><title>{_escape(mode)}: {predicted:.1f} against {actual:.1f} ms'
+            "</title></circle>"
+        )
+    for i, (group, color) in enumerate(_COLORS.items()):
+        at = _MARGIN + 8 + 16 * i
+        parts += [
+            f'<circle cx="{_MARGIN + 12}" cy="{at}" r="4" fill="{color}"/>',
+            f'<text x="{_MARGIN + 22}" y="{at + 4}">{group}</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,1 @@
+"""Attention, backend against backend: `shardwise bench attention`."""

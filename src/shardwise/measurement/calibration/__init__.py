@@ -1,0 +1,1 @@
+"""Measured rates of this machine, as a cluster file: `shardwise calibrate`."""

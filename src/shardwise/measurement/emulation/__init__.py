@@ -1,0 +1,1 @@
+"""One process as a rank of any mesh: `shardwise emulate`."""

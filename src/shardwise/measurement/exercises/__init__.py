@@ -1,0 +1,1 @@
+"""The profiling exercises of seed 004 as benchmarks."""

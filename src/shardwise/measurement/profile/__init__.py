@@ -1,0 +1,1 @@
+"""From a running step to a Timeline: `sw.profile`, `shardwise profile`."""
