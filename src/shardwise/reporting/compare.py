@@ -44,15 +44,20 @@ def compose_comparison(first: Run, second: Run) -> dict[str, Any]:
 
 
 def tell_apart(first: Run, second: Run) -> tuple[Run, Run]:
-    """The same runs under names that differ: their titles, their directories, else A and B."""
-    titles = [
-        run.timeline.labels.get("title", "") if run.timeline else "" for run in (first, second)
+    """The same runs under names that differ: their engines, their titles, their directories, else A
+    and B.
+    """
+    runs = (first, second)
+    labels = [run.timeline.labels if run.timeline else {} for run in runs]
+    choices = [
+        [of_run.get("engine", "") for of_run in labels],
+        [of_run.get("title", "") for of_run in labels],
+        [run.name for run in runs],
     ]
-    names = [title or run.name for title, run in zip(titles, (first, second), strict=True)]
-    if names[0] == names[1]:
-        names = [first.name, second.name]
-    if names[0] == names[1]:
-        names = [f"{first.name} (A)", f"{second.name} (B)"]
+    names = next(
+        (pair for pair in choices if all(pair) and pair[0] != pair[1]),
+        [f"{first.name} (A)", f"{second.name} (B)"],
+    )
     return _renamed(first, names[0]), _renamed(second, names[1])
 
 
