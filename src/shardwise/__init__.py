@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.reporting.api import report
     from shardwise.runtime.api import exposed_seconds, shard
     from shardwise.runtime.clip import clip_grad_norm
-    from shardwise.runtime.local import local
+    from shardwise.runtime.local_step import local
     from shardwise.runtime.materialize import materialize
     from shardwise.runtime.microbatches import microbatches
     from shardwise.runtime.sharded_optimizer import ShardedOptimizer
@@ -50,7 +50,7 @@ _HOMES = {
     "exposed_seconds": "runtime.api",
     "full_state_dict": "runtime.state",
     "fully_shard": "compat",
-    "local": "runtime.local",
+    "local": "runtime.local_step",
     "materialize": "runtime.materialize",
     "microbatches": "runtime.microbatches",
     "profile": "measurement.profile.collect",

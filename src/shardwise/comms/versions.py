@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -110,7 +111,21 @@ def make_dtensor(
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, stride, local.dtype)
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    # A DTensor takes over where in its storage `local` starts; from anywhere but the start torch
+    # takes it for one with memory of its own, and copy.deepcopy fails.
+    start = local.as_strided(local.size(), local.stride(), 0)
+    tensor = DTensor(start, spec, requires_grad=False)
+    set_local(tensor, local)
+    return tensor
+
+
+def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
+    """The DTensor itself as a parameter. (nn.Parameter would detach it and so give it another local
+    tensor.)
+    """
+    tensor.requires_grad_(requires_grad)
+    tensor._is_param = True
+    return cast(nn.Parameter, tensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from shardwise.measurement.benchmark import Step
 from shardwise.measurement.models import LM, compute_loss
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.runtime.api import engine_of, shard
-from shardwise.runtime.local import local
+from shardwise.runtime.local_step import local
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
 # What each strategy is compared with.

@@ -12,7 +12,8 @@ from shardwise.runtime import guard
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.policy import Policy
-from shardwise.sharding.attach import attach, find_device
+from shardwise.sharding.attach import attach, find_device, owners_of
+from shardwise.sharding.forms import make_copyable
 from shardwise.sharding.mesh import mesh_of
 from shardwise.sharding.unit import Unit
 
@@ -37,6 +38,8 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     engine.plan = plan
     _hang(model, plan, engine)
     bind(model, engine)
+    for module in owners_of(units):
+        module.register_state_dict_post_hook(make_copyable)
     return model
 
 

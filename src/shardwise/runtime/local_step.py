@@ -1,9 +1,9 @@
-"""A plain optimizer over sharded parameters steps on this rank's rows, without DTensor dispatch.
+"""An optimizer over sharded parameters steps on flat local tensors, behind its own `step`.
 
-The program keeps its optimizer: parameters, gradients and state that it sees stay DTensors. Behind
-its `step`, optimizers that treat every element alike run on plain tensors over the same memory,
-which takes a fraction of the time and lets torch choose its multi-tensor kernels (it does not for
-DTensors). Whatever does not fit (a closure, step hooks of the user, another optimizer) takes
+The program keeps its optimizer: the parameters, gradients and state that it sees stay what they
+are. Optimizers that treat every element alike run on `stretches` over the same memory: no DTensor
+dispatch, little work per parameter, and torch chooses its multi-tensor kernels, which it does not
+for DTensors. Whatever does not fit (a closure, step hooks of the user, another optimizer) takes
 torch's own way, on the same state.
 """
 
@@ -14,94 +14,34 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.comms.versions import local_of
-from shardwise.sharding.forms import Form
+from shardwise.runtime.stretches import (
+    Neighbours,
+    State,
+    States,
+    Stretch,
+    engine_of,
+    find_stretches,
+)
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
 )  # fmt: skip
-# State that is one number for the whole parameter: a plain tensor whatever the parameter is.
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-
-State = dict[str, Any]
-States = dict[torch.Tensor, State]
-
-
-class Rows:
-    """This rank's rows of one sharded parameter as a plain tensor, with what belongs to it."""
-
-    __slots__ = ("behind", "parameter", "seen", "shown", "source", "spec", "tensor")
-
-    def __init__(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
-        self.parameter, self.source = parameter, source
-        # An alias, so that the gradient it carries is not seen on what `to_local` gives.
-        self.tensor = source.detach()
-        self.spec: Any = None  # of the last gradient, which was laid out as the parameter is
-        # The state as the program sees it, and the same memory as the step has it.
-        self.seen: State = {}
-        self.behind: State | None = None
-        self.shown: State = {}  # what was `behind` when the program saw it
-
-    def hang_gradient(self) -> bool:
-        """Give the rows their gradient; False if it is laid out otherwise."""
-        gradient = self.parameter.grad
-        if gradient is not None:
-            spec = getattr(gradient, "_spec", None)
-            if spec is None or spec is not self.spec:
-                if spec is None or spec.placements != self.parameter._spec.placements:  # type: ignore[attr-defined]
-                    return False
-                self.spec = spec
-            self.tensor.grad = gradient._local_tensor  # type: ignore[attr-defined]
-        return True
-
-    def take_state(self, public: States, own: States) -> None:
-        """Bring the state into `own`; the program may have loaded, changed or dropped any of it."""
-        state = public.get(self.parameter)
-        if state is None:
-            if self.behind is not None:
-                self.seen, self.shown, self.behind = {}, {}, None
-                del own[self.tensor]
-            return
-        seen = self.seen
-        if (
-            self.behind is None
-            or len(seen) != len(state)
-            or any(seen.get(key) is not value for key, value in state.items())
-        ):
-            self.seen = dict(state)
-            self.behind = {key: _local_of(value) for key, value in state.items()}
-            self.shown = dict(self.behind)
-            own[self.tensor] = self.behind
-
-    def show_state(self, own: States, public: States) -> None:
-        """Let the program see what the step made, as the optimizer would have of a DTensor."""
-        if self.behind is None:
-            self.behind = own.get(self.tensor)
-        for key, value in (self.behind or {}).items():
-            if self.shown.get(key, self) is not value:
-                self.shown[key] = value
-                self.seen[key] = public[self.parameter][key] = self._wrap(key, value)
-
-    def _wrap(self, key: str, value: Any) -> Any:
-        rows = isinstance(value, torch.Tensor) and value.shape == self.tensor.shape
-        if not rows or key in _NUMBERS or not isinstance(self.parameter, DTensor):
-            return value
-        return Form.of(self.parameter).wrap(value)
 
 
 class LocalStep:
-    """One optimizer's sharded parameters as plain tensors over the same memory."""
+    """One optimizer's parameters as stretches."""
 
     def __init__(self) -> None:
         self._visible: list[list[torch.Tensor]] = []  # by param group, as the optimizer has them
-        self._tensors: list[list[torch.Tensor]] = []  # by param group, for the step
-        self._rows: list[Rows] = []
+        self._groups: list[list[Stretch | torch.Tensor]] = []  # by param group, for the step
+        self._stretches: list[Stretch] = []
         self._others: list[torch.Tensor] = []  # parameters that step as they are
+        self._engines: list[Any] = []
+        self._layouts: list[int] = []
         self._state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         self._hidden: list[list[torch.Tensor]] | None = None
 
@@ -111,24 +51,21 @@ class LocalStep:
         """
         self.restore(optimizer)
         self._follow(optimizer)
-        if not self._rows:
-            return False
         groups, public = optimizer.param_groups, optimizer.state
         lists = [group["params"] for group in groups]
         try:
-            if not all(rows.hang_gradient() for rows in self._rows):
+            if not self._stretches or not self._prepare(public):
                 return False
-            self._take_state(public)
             optimizer.state = self._state
-            for group, tensors in zip(groups, self._tensors, strict=True):
-                group["params"] = tensors
+            for group, parts in zip(groups, self._groups, strict=True):
+                group["params"] = [p.tensor if isinstance(p, Stretch) else p for p in parts]
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
         finally:
             optimizer.state = public
-            for group, tensors in zip(groups, lists, strict=True):
-                group["params"] = tensors
-            for rows in self._rows:
-                rows.tensor.grad = None
+            for group, parameters in zip(groups, lists, strict=True):
+                group["params"] = parameters
+            for stretch in self._stretches:
+                stretch.tensor.grad = None
         self._show_state(public)
         self._hidden = lists
         for group in groups:
@@ -138,45 +75,61 @@ class LocalStep:
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer its parameters back after a step that had nothing to do."""
         if self._hidden is not None:
-            for group, tensors in zip(optimizer.param_groups, self._hidden, strict=False):
-                group["params"] = tensors
+            for group, parameters in zip(optimizer.param_groups, self._hidden, strict=False):
+                group["params"] = parameters
             self._hidden = None
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the parameters again where they, or the memory under them, are others now."""
         visible = [group["params"] for group in optimizer.param_groups]
+        layouts = [engine.relayouts for engine in map(_call, self._engines) if engine is not None]
         if (
             len(visible) == len(self._visible)
+            and layouts == self._layouts
             and all(map(_same, visible, self._visible))
-            and all(local_of(rows.parameter) is rows.source for rows in self._rows)
+            and all(stretch.unmoved for stretch in self._stretches)
         ):
             return
         self._visible = [list(parameters) for parameters in visible]
-        self._rows, self._tensors, self._others = [], [], []
+        engines = {id(e): e for parameters in visible for e in map(engine_of, parameters) if e}
+        self._engines = [weakref.ref(engine) for engine in engines.values()]
+        self._layouts = [engine.relayouts for engine in engines.values()]
         self._state.clear()
-        for parameters in visible:
-            tensors = []
-            for parameter in parameters:
-                source = _source(parameter)
-                if source is parameter:
-                    self._others.append(parameter)
-                    tensors.append(parameter)
-                else:
-                    self._rows.append(Rows(parameter, source))
-                    tensors.append(self._rows[-1].tensor)
-            self._tensors.append(tensors)
+        self._groups = [find_stretches(parameters) for parameters in visible]
+        self._list_parts()
 
-    def _take_state(self, public: States) -> None:
-        for rows in self._rows:
-            rows.take_state(public, self._state)
+    def _list_parts(self) -> None:
+        parts = [part for group in self._groups for part in group]
+        self._stretches = [part for part in parts if isinstance(part, Stretch)]
+        self._others = [part for part in parts if not isinstance(part, Stretch)]
+
+    def _prepare(self, public: States) -> bool:
+        """Gradients and state for the step. Neighbours that no longer go together, because some
+        have no gradient or another state, part for good.
+        """
+        for group in self._groups:
+            for part in list(group):
+                if isinstance(part, Stretch) and not self._ready(part, public):
+                    if not isinstance(part, Neighbours):
+                        return False
+                    at = group.index(part)
+                    self._state.pop(part.tensor, None)
+                    part.tensor.grad = None
+                    group[at : at + 1] = part.part(public)
+                    self._list_parts()
+                    return self._prepare(public)
         for parameter in self._others:
             self._state.pop(parameter, None)
             if parameter in public:
                 self._state[parameter] = public[parameter]
+        return True
+
+    def _ready(self, stretch: Stretch, public: States) -> bool:
+        return stretch.hang_gradient() and stretch.take_state(public, self._state)
 
     def _show_state(self, public: States) -> None:
-        for rows in self._rows:
-            rows.show_state(self._state, public)
+        for stretch in self._stretches:
+            stretch.show_state(self._state, public)
         for parameter in self._others:
             if parameter in self._state:
                 public[parameter] = self._state[parameter]
@@ -218,14 +171,29 @@ def _takes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
     )
 
 
+def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer` itself, once it is sure that it steps on flat local buffers: an error if it is of
+    a kind that cannot, or has no parameter of a sharded model.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise TypeError(
+            f"sw.local takes optimizers that treat every element alike ({kinds}), got "
+            f"{type(optimizer).__name__}; use it directly: it works on the sharded parameters"
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if engine_of(parameter) is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
+                    "build the optimizer from model.parameters() after sw.shard(model, plan)"
+                )
+    return optimizer
+
+
+def _call(reference: Any) -> Any:
+    return reference()
+
+
 def _same(now: list[torch.Tensor], then: list[torch.Tensor]) -> bool:
     return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
-
-
-def _source(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a parameter that shardwise shards; any other parameter itself."""
-    return local_of(parameter) if "_shardwise_engine" in parameter.__dict__ else parameter
-
-
-def _local_of(value: Any) -> Any:
-    return local_of(value) if isinstance(value, torch.Tensor) else value

@@ -74,3 +74,9 @@ def options_of(plan: Plan, is_root: bool) -> Options:
         keep=keep is not False if is_root else keep or False,
         stays_shown=is_root,
     )
+
+
+def owners_of(units: list[Unit]) -> list[nn.Module]:
+    """The modules in which the units' parameters hang."""
+    places = [place for u in units for member in u.parameters.members for place in member.places]
+    return list({id(module): module for module, _ in places}.values())

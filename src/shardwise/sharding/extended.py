@@ -79,7 +79,7 @@ class ExtendedParameters(Parameters):
             inside.copy_(local)
             self.padded, self.master = padded, inside
             form = member.form(rows, mesh)
-            visible = nn.Parameter(form.wrap(inside), requires_grad=original.requires_grad)
+            visible = versions.make_parameter(form.wrap(inside), original.requires_grad)
         visible.__dict__.update(original.__dict__)
         self.visible = [visible]
         self._local_seen = versions.local_of(visible)

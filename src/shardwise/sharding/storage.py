@@ -204,11 +204,8 @@ class Parameters:
         if self.plain:
             original.data = local
             return original
-        visible = nn.Parameter(
-            member.form(rows, self.mesh).wrap(local), requires_grad=original.requires_grad
-        )
-        # nn.Parameter detaches, which would give the local tensor a version counter of its own.
-        versions.set_local(cast(DTensor, visible), local)
+        wrapped = member.form(rows, self.mesh).wrap(local)
+        visible = versions.make_parameter(wrapped, original.requires_grad)
         visible.__dict__.update(original.__dict__)
         if member.sharded:
             visible.grad = original.grad

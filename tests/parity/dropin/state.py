@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -87,6 +88,29 @@ def state_dict_between_forward_and_backward(api: Api, reshard: bool) -> None:
     for name, value in state.items():
         assert isinstance(value, DTensor), name
         assert torch.equal(whole(value), alone.get_parameter(name))
+
+
+@case(2, sizes=(ODD, (64, 64, 64)))
+def copies_of_state(api: Api, sizes: tuple[int, ...]) -> None:
+    """copy.deepcopy of state dicts and parameters: equal, in memory of their own."""
+    _, model = twins(Stack, *sizes)
+    wrap(api, model, mesh=line())
+    optimizer = optimizers_of("adamw_fused", model)[0]
+    for step in range(2):
+        square_loss(model, batch(step, 0, sizes[0])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states = optimizer.state_dict()["state"]
+        for found in (model.state_dict(), dict(model.named_parameters()), *states.values()):
+            copied = copy.deepcopy(found)
+            for name, value in found.items():
+                assert type(copied[name]) is type(value), name
+                before = whole(value).clone()
+                assert torch.equal(whole(copied[name]), before), name
+                with torch.no_grad():
+                    copied[name].add_(1)
+                assert torch.equal(whole(value), before), name
+                assert not torch.equal(whole(copied[name]), before), name
 
 
 def _sharded_copy(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

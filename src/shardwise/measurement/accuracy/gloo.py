@@ -35,7 +35,7 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.schedule_step import StepOptions
 from shardwise.planning.simulate import simulate
 from shardwise.runtime.api import shard
-from shardwise.runtime.local import local
+from shardwise.runtime.local_step import local
 
 if TYPE_CHECKING:
     from shardwise.measurement.accuracy.rows import Results

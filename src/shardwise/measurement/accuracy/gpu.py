@@ -32,7 +32,7 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.schedule_step import StepOptions
 from shardwise.planning.simulate import simulate
 from shardwise.runtime.api import shard
-from shardwise.runtime.local import local
+from shardwise.runtime.local_step import local
 from shardwise.runtime.microbatches import microbatches
 from shardwise.timeline import Timeline
 

@@ -30,7 +30,7 @@ from shardwise.measurement.models import LM, compute_loss
 from shardwise.measurement.step import LARGE
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.runtime.api import engine_of, shard
-from shardwise.runtime.local import local
+from shardwise.runtime.local_step import local
 from shardwise.runtime.materialize import materialize
 
 BENCH = "bench"  # the benchmarks' own model, 0.95 B parameters

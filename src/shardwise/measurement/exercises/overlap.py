@@ -31,7 +31,7 @@ from shardwise.measurement.models import LM, compute_loss
 from shardwise.measurement.rows import Row, RowFile, measured_elsewhere, read_rows, say
 from shardwise.planning.plan import Plan
 from shardwise.runtime.api import shard
-from shardwise.runtime.local import local
+from shardwise.runtime.local_step import local
 
 WARMUP, STEPS = 3, 7
 Moment = torch.cuda.Event | float
