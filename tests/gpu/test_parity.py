@@ -37,9 +37,9 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "hsdp-zero3": ("hsdp", (2, 1), {"sync": "scatter_each_reduce_last"}),
 }
 KINDS = [
-    (dtype, optimizer, local)
+    (dtype, optimizer, by_torch)
     for dtype in ("float32", "bfloat16")
-    for optimizer, local in (("sgd", False), ("adamw", False), ("adamw", True))
+    for optimizer, by_torch in (("sgd", False), ("adamw", False), ("adamw", True))
 ]
 
 
@@ -56,10 +56,10 @@ def run_case(name: str, mesh: Any, settings: dict[str, Any]) -> list[float]:
             (2, 2),
             dtype,
             settings=settings,
-            local=local,
+            by_torch=by_torch,
             device="cuda",
         )
-        for dtype, optimizer, local in KINDS
+        for dtype, optimizer, by_torch in KINDS
     ]
 
 

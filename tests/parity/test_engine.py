@@ -62,9 +62,9 @@ def test_keeping_in_a_smaller_group(four: Ranks, gather: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
-def test_local_optimizer_equals_the_plain_one(two: Ranks, name: str) -> None:
+def test_torchs_own_step_equals_the_flat_one(two: Ranks, name: str) -> None:
     cases = [
-        ((kind, name, 2, opt, (2, 2), dtype), {"local": True})
+        ((kind, name, 2, opt, (2, 2), dtype), {"by_torch": True})
         for kind in ("even", "odd")
         for opt in ("sgd", "adamw")
         for dtype in ("float32", "bfloat16")
@@ -320,15 +320,15 @@ def test_evaluation_leaves_the_model_as_it_was(two: Ranks, name: str) -> None:
         assert same
 
 
-def _thaw(name: str, local: bool) -> float:
+def _thaw(name: str, by_torch: bool) -> float:
     """Freeze a matrix after two steps and thaw another; equals one process doing the same."""
     rank, world = dist.get_rank(), dist.get_world_size()
     alone, model = build("even"), sw.shard(build("even"), sw.Plan.of(name, mesh=world))
     for m in (alone, model):
         m.layers[0].up.weight.requires_grad_(False)
     opts = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (alone, model)]
-    if local:
-        opts[1] = sw.local(opts[1])
+    if by_torch:
+        opts[1].register_step_pre_hook(lambda *_: None)
     for step in range(6):
         if step == 3:
             for m in (alone, model):
@@ -345,10 +345,10 @@ def _thaw(name: str, local: bool) -> float:
     return difference(sw.full_state_dict(model), dict(alone.state_dict()))
 
 
-@pytest.mark.parametrize("local", (False, True))
+@pytest.mark.parametrize("by_torch", (False, True))
 @pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
-def test_freezing_and_thawing_between_steps(two: Ranks, name: str, local: bool) -> None:
-    assert max(two.run(_thaw, name, local)) <= BOUND
+def test_freezing_and_thawing_between_steps(two: Ranks, name: str, by_torch: bool) -> None:
+    assert max(two.run(_thaw, name, by_torch)) <= BOUND
 
 
 def _penalty(name: str) -> float:

@@ -20,15 +20,15 @@ def train_sharded(
     counts: tuple[int, ...],
     settings: dict[str, Any],
     *,
-    local: bool = False,
+    by_torch: bool = False,
     device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Train with a Plan on this rank's micro-batches; the whole parameters afterwards."""
     model = sw.shard(build(kind).to(device), sw.Plan.of(name, mesh=mesh, **settings))
     rank = dist.get_rank()
     opt = OPTIMIZERS[optimizer](model.parameters())
-    if local:
-        opt = sw.local(opt)
+    if by_torch:  # a hook makes it step on the parameters themselves
+        opt.register_step_pre_hook(lambda *_: None)
     for step in range(STEPS):
         everyone = [token_batch(step, i).to(device) for i in indices(counts)]
         total = sum(tokens.numel() for tokens in everyone)
