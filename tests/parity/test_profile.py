@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,87 +14,107 @@ from tests.parity.planted import (
     BARE,
     BLOCKS,
     COMPUTE_S,
+    FAULTS,
     LATENCY_S,
     SLEEP_S,
     SLOW,
-    profile_fault,
-    write_runs,
+    STEPS,
+    read_planted,
+    run_planted,
 )
 from tests.ranks import Ranks
 
 NS = 1_000_000_000
 
 
-def test_with_prefetch_all_gathers_but_the_first_are_hidden(two: Ranks) -> None:
-    timeline = profile_fault(two, "emulated", forward_prefetch=1)
+@pytest.fixture
+def planted(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Timeline]:
+    """The timeline of a fault; each runs once."""
+
+    def read(fault: str) -> Timeline:
+        timeline = read_planted(two, tmp_path_factory.getbasetemp(), fault)
+        assert "note" not in timeline.labels  # the timed step is shown, with what the trace knows
+        return timeline
+
+    return read
+
+
+def test_with_prefetch_all_gathers_but_the_first_are_hidden(
+    planted: Callable[[str], Timeline],
+) -> None:
+    timeline = planted("ahead")
     for rank in timeline.ranks:
         gathers = timeline.overlaps("all_gather", "forward", rank)
         assert [o.span.unit for o in gathers] == [f"blocks.{i}" for i in range(BLOCKS)]
         assert [o.is_hidden for o in gathers] == [False] + [True] * (BLOCKS - 1)
-        assert gathers[0].exposed > 0.3 * LATENCY_S * NS
+        assert gathers[0].exposed > 0.6 * LATENCY_S * NS
 
 
-def test_without_prefetch_all_gathers_are_exposed(two: Ranks) -> None:
-    timeline = profile_fault(two, "emulated", forward_prefetch=0)
+def test_without_prefetch_all_gathers_are_exposed(planted: Callable[[str], Timeline]) -> None:
+    timeline = planted("late")
     for rank in timeline.ranks:
         gathers = timeline.overlaps("all_gather", "forward", rank)
         assert len(gathers) == BLOCKS
-        assert all(o.exposed > 0.3 * LATENCY_S * NS for o in gathers)
+        assert all(o.exposed > 0.6 * LATENCY_S * NS for o in gathers)
         assert not any(o.is_hidden for o in gathers)
     assert timeline.labels["source"] == "emulated"
 
 
-def test_a_block_that_is_not_gathered_ahead_is_exposed(two: Ranks) -> None:
-    timeline = profile_fault(two, "exposed")
+def test_a_block_that_is_not_gathered_ahead_is_exposed(
+    planted: Callable[[str], Timeline],
+) -> None:
+    timeline = planted("exposed")
     exposed = {unit for unit, phase in timeline.exposed(0) if phase == "forward"}
     # The first gather of a step has nothing to hide under either.
     assert exposed == {"blocks.0", f"blocks.{BARE}"}
-    assert timeline.exposed(0)[f"blocks.{BARE}", "forward"] > 0.3 * LATENCY_S * NS
+    assert timeline.exposed(0)[f"blocks.{BARE}", "forward"] > 0.6 * LATENCY_S * NS
 
 
-def test_a_slow_rank_shows_as_waiting_on_the_other(two: Ranks) -> None:
-    timeline = profile_fault(two, "slow", forward_prefetch=0)
+def test_a_slow_rank_shows_as_waiting_on_the_other(planted: Callable[[str], Timeline]) -> None:
+    timeline = planted("slow")
     waited = timeline.waiting(0)
     # Rank 0 goes on to the next gather, and waits there until rank 1 has slept.
     assert max(waited, key=waited.__getitem__) == (f"blocks.{SLOW + 1}", "forward")
-    assert waited[f"blocks.{SLOW + 1}", "forward"] > 0.4 * SLEEP_S * NS
+    assert waited[f"blocks.{SLOW + 1}", "forward"] > 0.6 * SLEEP_S * NS
     assert sum(timeline.waiting(1).values()) < 0.5 * sum(waited.values())
-    assert timeline.breakdown(1).host_idle > 0.9 * SLEEP_S * NS
+    assert timeline.breakdown(1).host_idle > 0.8 * SLEEP_S * NS
+    idle = [s for s in timeline.spans if (s.rank, s.role) == (1, "host")]
+    assert max(idle, key=lambda s: s.duration).unit == f"blocks.{SLOW}"
 
 
-def test_a_sleep_between_blocks_is_the_hosts(two: Ranks) -> None:
-    timeline = profile_fault(two, "host")
+def test_a_sleep_between_blocks_is_the_hosts(planted: Callable[[str], Timeline]) -> None:
+    timeline = planted("host")
     for rank in timeline.ranks:
         idle = [s for s in timeline.spans if s.rank == rank and s.role == "host"]
         longest = max(idle, key=lambda s: s.duration)
-        assert 0.98 * SLEEP_S * NS < longest.duration < 2 * SLEEP_S * NS
+        assert 0.98 * SLEEP_S * NS < longest.duration < 1.5 * SLEEP_S * NS
         before = [s for s in timeline.spans if s.rank == rank and s.end <= longest.start]
         ran = {s.unit for s in before if s.role == "compute"}
         assert f"blocks.{AFTER}" in ran and f"blocks.{AFTER + 1}" not in ran
         assert timeline.breakdown(rank).host_idle >= longest.duration
 
 
-def test_the_parts_sum_up_and_units_compute(two: Ranks) -> None:
-    timeline = profile_fault(two, "none")
-    assert timeline.ranks == (0, 1) and timeline.labels["steps"] == "3"
+def test_the_parts_sum_up_and_units_compute(planted: Callable[[str], Timeline]) -> None:
+    timeline = planted("host")
+    assert timeline.ranks == (0, 1) and timeline.labels["steps"] == str(STEPS)
     for rank in timeline.ranks:
         parts = timeline.breakdown(rank)
         assert sum(parts.parts().values()) == parts.step
-        assert parts.compute > 0.3 * BLOCKS * COMPUTE_S * NS  # a busy machine takes some of it
+        assert parts.compute > 0.7 * BLOCKS * COMPUTE_S * NS  # a busy machine takes some of it
         for i in range(BLOCKS):
             ran = [
                 s.duration
                 for s in timeline.spans
                 if (s.rank, s.unit, s.phase, s.role) == (rank, f"blocks.{i}", "forward", "compute")
             ]
-            assert sum(ran) > 0.3 * COMPUTE_S * NS
+            assert sum(ran) > 0.5 * COMPUTE_S * NS
         reduces = timeline.overlaps("reduce_scatter", "backward", rank)
         assert sorted(o.span.unit for o in reduces) == [f"blocks.{i}" for i in range(BLOCKS)]
 
 
-def test_the_files_of_a_run(two: Ranks, tmp_path: Path) -> None:
-    runs = write_runs(two, tmp_path)
-    for directory in runs.values():
+def test_the_files_of_a_run(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for fault in FAULTS:
+        directory = run_planted(two, tmp_path_factory.getbasetemp(), fault)
         timeline = Timeline.from_json((directory / "timeline.json").read_text())
         memory = json.loads((directory / "memory.json").read_text())["ranks"]
         assert [each["rank"] for each in memory] == [0, 1]
@@ -196,8 +216,8 @@ def _foreign(kind: str) -> str:
         optimizer.step()
 
     step()
-    with sw.profile(model, steps=2) as measured:
-        for _ in range(2):
+    with sw.profile(model, steps=3) as measured:
+        for _ in range(3):
             step()
     return measured.timeline.to_json()
 
@@ -205,6 +225,7 @@ def _foreign(kind: str) -> str:
 def test_torchs_fsdp_is_profiled_by_its_own_names(two: Ranks) -> None:
     timeline = Timeline.from_json(two.run(_foreign, "fsdp")[0])
     assert timeline.labels["engine"] == "torch" and timeline.labels["plan"] == "fully_shard"
+    assert "note" not in timeline.labels
     for rank in timeline.ranks:
         parts = timeline.breakdown(rank)
         assert sum(parts.parts().values()) == parts.step
@@ -221,6 +242,7 @@ def test_torchs_fsdp_is_profiled_by_its_own_names(two: Ranks) -> None:
 def test_torchs_data_parallel_is_profiled_by_its_blocks(two: Ranks) -> None:
     timeline = Timeline.from_json(two.run(_foreign, "ddp")[0])
     assert timeline.labels["plan"] == "DistributedDataParallel"
+    assert "note" not in timeline.labels
     computed = {(s.unit, s.phase) for s in timeline.spans if s.role == "compute"}
     blocks = [f"module.{i}" for i in range(4)]
     assert {(name, phase) for name in blocks for phase in ("forward", "backward")} <= computed

@@ -11,7 +11,7 @@ import pytest
 from shardwise.reporting.compose import find_in
 from shardwise.reporting.finding import Finding
 from shardwise.reporting.findings import choose, find
-from shardwise.reporting.findings_wire import FIRST, LAST, LATE, TURN, WIRE, Busy, explain
+from shardwise.reporting.findings_wire import FIRST, LAST, LATE, TURN, WIRE, explain
 from shardwise.reporting.run import read_run
 from shardwise.reporting.words import (
     name_collective,
@@ -67,22 +67,46 @@ def test_a_slow_rank_is_named_with_what_it_costs_and_where_it_shows():
     assert "more on compute" in found.text
 
 
-@pytest.mark.slow
-def test_each_planted_fault_of_two_real_ranks_is_among_the_first_three(two, tmp_path):
-    def first(fault):
-        run = read_run(runs[fault])
-        return {f.kind: f for f in choose(find_in(run))[0]}
+@pytest.fixture
+def first_of(two, tmp_path_factory):
+    """The three findings that the report of a planted run opens with, by kind."""
 
-    runs = planted.write_runs(two, tmp_path)
-    late = first("slow")["slow_rank"]
-    assert late.rank == 1 and late.cost_ns > 0.5e9 * planted.SLEEP_S
-    assert f"blocks.{planted.SLOW} in forward" in late.text
-    bare = first("exposed")["unprefetched"]
-    assert f"blocks.{planted.BARE}" in bare.units and "forward_prefetch" in bare.change
-    slept = first("host")["host_bound"]
-    assert slept.cost_ns > 0.9e9 * planted.SLEEP_S
-    after = planted.AFTER
-    assert f"between blocks.{after} and blocks.{after + 1} in forward" in slept.text
+    def read(fault):
+        run = read_run(planted.run_planted(two, tmp_path_factory.getbasetemp(), fault))
+        return {finding.kind: finding for finding in choose(find_in(run))[0]}
+
+    return read
+
+
+def names_late_rank(found, sleep):
+    return (
+        found.rank == 1
+        and found.cost_ns > 0.5e9 * sleep
+        and f"within blocks.{planted.SLOW} in forward" in found.text
+    )
+
+
+def names_bare_unit(found):
+    return found.units == (f"blocks.{planted.BARE}",) and "forward_prefetch is 1" in found.change
+
+
+def names_sleep(found):
+    place = f"between blocks.{planted.AFTER} and blocks.{planted.AFTER + 1} in forward"
+    return found.cost_ns > 0.9e9 * planted.SLEEP_S and f"ms, is {place}" in found.text
+
+
+def test_each_planted_fault_of_two_real_ranks_is_among_the_first_three(first_of):
+    assert names_late_rank(first_of("slow")["slow_rank"], planted.SLEEP_S)
+    assert names_bare_unit(first_of("exposed")["unprefetched"])
+    assert names_sleep(first_of("host")["host_bound"])
+
+
+def test_three_faults_planted_in_one_run_are_its_three_findings(first_of):
+    first = first_of("all")
+    assert set(first) == {"slow_rank", "unprefetched", "host_bound"}
+    assert names_late_rank(first["slow_rank"], planted.LONG_SLEEP_S)
+    assert names_bare_unit(first["unprefetched"])
+    assert names_sleep(first["host_bound"]) and first["host_bound"].rank == 0
 
 
 def test_even_ranks_have_no_slow_one():
@@ -273,13 +297,6 @@ def test_one_of_each_kind_is_shown_before_a_second_one():
     assert [f.what for f in first] == ["a", "c", "d"]
     assert [f.what for f in rest] == ["b", "e"]
     assert [f.what for f in choose(found[:2] + found[4:])[0]] == ["a", "b", "e"]
-
-
-def test_busy_counts_overlapping_spans_once():
-    busy = Busy([span("f", "u", "p", "compute", a, b) for a, b in ((0, 4), (2, 6), (8, 9))])
-    assert busy.between(0, 10 * MS) == 7 * MS
-    assert busy.between(3 * MS, int(8.5 * MS)) == int(3.5 * MS)
-    assert Busy([]).between(0, 5) == 0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from shardwise.comms import marks as marking
 from shardwise.comms.marks import BufferMark, Call, Marks, Range, Wait
 from shardwise.measurement.profile import device as profile_device
 from shardwise.measurement.profile import host as profile_host
+from shardwise.measurement.profile.carry import Carry
 from shardwise.measurement.profile.cli import insert_runner
 from shardwise.measurement.profile.collect import NothingProfiled
 from shardwise.measurement.profile.memory import (
@@ -29,7 +30,6 @@ from shardwise.measurement.profile.memory import (
 from shardwise.measurement.profile.spans import (
     HostPieces,
     Transfer,
-    carry_over,
     cut_host,
     part_waiting,
 )
@@ -63,9 +63,8 @@ def test_a_host_computes_copies_waits_and_idles() -> None:
         Event("aten::mm", 17 * MS, 20 * MS, 1),
     ]
     trace.transfers = [Event("gloo:all_gather", 2 * MS, 15 * MS, 2)]
-    transfers, others = profile_host.host_transfers(trace, marks, 0, 20 * MS, 0)
-    assert others == [] and [t.span.start for t in transfers] == [2 * MS]
-    spans = profile_host.host_spans(trace, marks, 0, 20 * MS, 0, others)
+    spans, transfers = profile_host.host_step(trace, marks, (0, 20 * MS), 0)
+    assert [t.span.start for t in transfers] == [2 * MS]
     timeline = Timeline((*spans, *part_waiting([transfers])))
     assert timeline.breakdown().parts() == {
         "compute": 9 * MS, "contention": 0, "exposed_transfer": 4 * MS, "waiting_for_peers": 0,
@@ -83,7 +82,7 @@ def test_a_long_pause_between_operations_is_the_hosts() -> None:
     marks.contexts[:] = [(0, "a", "forward")]
     trace = Trace(host=1)
     trace.operations = [Event("aten::mm", 0, MS, 1), Event("aten::mm", 9 * MS, 10 * MS, 1)]
-    spans = profile_host.host_spans(trace, marks, 0, 10 * MS, 0, [])
+    spans, _ = profile_host.host_step(trace, marks, (0, 10 * MS), 0)
     assert [(s.role, s.duration) for s in spans] == [
         ("compute", MS), ("host", 8 * MS), ("compute", MS),
     ]  # fmt: skip
@@ -172,12 +171,77 @@ def test_a_long_curve_keeps_its_peak() -> None:
     assert curve.times == sorted(curve.times)
 
 
-def test_moments_carry_over_between_steps() -> None:
+def two_steps(slept: int, waited: int) -> tuple[Marks, Trace]:
+    """A timed step from 100 ms on and the traced one from 0 on, both with a gather of b that is
+    waited for; in the timed one a's forward takes `slept` longer and the wait `waited` in all.
+    """
     marks = Marks()
-    marks.contexts[:] = [(10, "a", "forward"), (110, "a", "forward"), (150, "b", "forward")]
-    assert carry_over([0, 5, 10, 55, 100], marks, (0, 100), (200, 400)) == [200, 210, 220, 310, 400]
-    both = carry_over([0, 4, 10, 15, 20], marks, (0, 20), (105, 145))
-    assert both == [105, 107, 110, 128, 145]  # 10 is 110
+    marks.contexts.clear()
+    for at, more, wait in ((0, 0, 4), (100, slept, waited)):
+        call = Call("all_gather", "b", "forward", "shard", 64, 2, (0, 1), (at + 1) * MS)
+        call.issued, call.end = (at + 2) * MS, (at + 12 + more + wait) * MS
+        marks.roots.append(at * MS)
+        for time, unit in ((at, ""), (at + 2, "a"), (at + 12 + more + wait, "b")):
+            marks.contexts.append((time * MS, unit, "forward"))
+        marks.ranges.append(Wait("wait", "b", "forward", (at + 12 + more) * MS, call.end, call))
+        marks.calls.append(call)
+    trace = Trace(host=1)
+    trace.operations = [
+        Event("aten::mm", 2 * MS, 4 * MS, 1),  # then the host sleeps for 6 ms
+        Event("aten::mm", 10 * MS, 12 * MS, 1),
+        Event("aten::mm", 16 * MS, 20 * MS, 1),
+    ]
+    trace.transfers = [Event("gloo:all_gather", 2 * MS, 15 * MS, 2)]
+    return marks, trace
+
+
+def test_what_the_trace_knows_is_carried_to_the_timed_step_between_the_same_marks() -> None:
+    marks, trace = two_steps(slept=10, waited=8)
+    end = (100 + 12 + 10 + 8 + 2) * MS
+    carry = Carry(marks, (0, 20 * MS), (90 * MS, end))
+    assert carry.fits
+    assert carry.times([0, 2 * MS, 7 * MS, 20 * MS]) == [100 * MS, 102 * MS, 112 * MS, end]
+    spans, transfers = profile_host.host_step(trace, marks, (90 * MS, end), 0, carry)
+    # Twice as long between the marks of a's forward: 4 of 10 ms computed, 6 ms slept.
+    computed = {unit: [s for s in spans if (s.unit, s.role) == (unit, COMPUTE)] for unit in "ab"}
+    assert [(s.start, s.end) for s in computed["a"]] == [
+        (102 * MS, 106 * MS), (118 * MS, 122 * MS),
+    ]  # fmt: skip
+    assert [(s.start, s.end) for s in computed["b"]] == [(130 * MS, end)]
+    # The wait took longer, waking up did not.
+    assert [(t.span.start, t.span.end) for t in transfers] == [(102 * MS, 129 * MS)]
+    timeline = Timeline((*spans, *part_waiting([transfers])))
+    assert timeline.exposed() == {("b", "forward"): 7 * MS}
+    # Before the forward, where nothing was traced, is the host's.
+    assert timeline.breakdown().host_idle == (10 + 2 + 12 + 1) * MS
+
+
+def test_a_transfer_that_was_there_in_the_traced_step_and_not_in_the_timed_one() -> None:
+    marks, trace = two_steps(slept=0, waited=8)
+    trace.transfers = [Event("gloo:all_gather", 2 * MS, 3 * MS, 2)]
+    end = 122 * MS
+    carry = Carry(marks, (0, 20 * MS), (100 * MS, end))
+    _, transfers = profile_host.host_step(trace, marks, (100 * MS, end), 0, carry)
+    assert [(t.span.start, t.span.end) for t in transfers] == [(102 * MS, 120 * MS)]
+
+
+def test_steps_that_went_different_ways_say_where() -> None:
+    marks, _ = two_steps(slept=0, waited=4)
+    marks.contexts[4] = 102 * MS, "c", "forward"
+    carry = Carry(marks, (0, 20 * MS), (100 * MS, 120 * MS))
+    assert not carry.fits
+    assert carry.difference == "context c forward where the traced step has context a forward"
+    marks.contexts.pop(4)
+    shorter = Carry(marks, (0, 20 * MS), (100 * MS, 120 * MS))
+    assert "where the traced step has" in shorter.difference
+
+
+def test_without_a_trace_what_no_mark_tells_is_compute() -> None:
+    marks, _ = two_steps(slept=0, waited=4)
+    spans, transfers = profile_host.host_step(None, marks, (100 * MS, 120 * MS), 0)
+    timeline = Timeline((*spans, *part_waiting([transfers])))
+    assert timeline.exposed() == {("b", "forward"): 4 * MS}
+    assert timeline.breakdown().compute == (1 + 10 + 4) * MS
 
 
 def test_marks_say_nothing_when_nobody_listens() -> None:
@@ -188,13 +252,13 @@ def test_marks_say_nothing_when_nobody_listens() -> None:
 
 
 def test_one_process_is_a_rank_of_its_own() -> None:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(3)])
     sw.shard(model, sw.Plan.of("zero3", mesh=1))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
-        model(torch.ones(4, 8)).sum().backward()
+        model(torch.ones(512, 128)).sum().backward()
         optimizer.step()
 
     step()
@@ -207,11 +271,58 @@ def test_one_process_is_a_rank_of_its_own() -> None:
     assert {(str(i), phase) for i in range(3) for phase in ("forward", "backward")} <= computes
     assert ("", "optimizer") in computes
     assert measured.messages == []
-    with sw.profile(model, steps=5) as fewer:  # than were asked for
+    assert "note" not in measured.timeline.labels
+    with (
+        pytest.warns(UserWarning, match="ended before its last step"),
+        sw.profile(model, steps=5) as fewer,  # than were asked for
+    ):
         for _ in range(4):
             step()
     assert fewer.timeline.labels["steps"] == "4"
+    assert "before its last step" in fewer.timeline.labels["note"]
     assert fewer.timeline.peak().by_role["parameters"] > 0
+
+
+def test_when_the_last_step_goes_another_way_it_is_the_one_shown() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
+    sw.shard(model, sw.Plan.of("zero3", mesh=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(passes: int) -> None:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+
+    step(1)
+    with (
+        pytest.warns(UserWarning, match="went another way"),
+        sw.profile(model, steps=3) as measured,
+    ):
+        for passes in (1, 1, 2):
+            step(passes)
+    assert "where the traced step has" in measured.timeline.labels["note"]
+    start, end = measured.bounds[-1]
+    assert measured.timeline.step <= end - start
+    first = [s for s in measured.timeline.spans if (s.unit, s.phase) == ("0", "forward")]
+    last = [s for s in measured.timeline.spans if (s.unit, s.phase) == ("2", "backward")]
+    assert max(s.start for s in first) > min(s.end for s in last)  # two passes
+
+
+def test_all_optimizers_of_the_last_step_are_in_it() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)])
+    optimizers = [torch.optim.SGD(block.parameters(), lr=0.1) for block in model]
+    with sw.profile(model, steps=3) as measured:
+        for _ in range(4):
+            model(torch.ones(4, 8)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert measured.timeline.labels["steps"] == "3" and "note" not in measured.timeline.labels
+    counts = []
+    for start, end in measured.bounds:
+        turns = [c for c in measured.marks.contexts if start < c[0] < end and c[2] == "optimizer"]
+        counts.append(len(turns))
+    assert counts == [2, 2, 2]
 
 
 def test_a_plain_model_is_profiled_by_its_blocks() -> None:

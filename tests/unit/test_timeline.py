@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.timeline import COMPUTE, SPAN_ROLES, MemoryCurve, Span, Timeline
+from shardwise.timeline import COMPUTE, SPAN_ROLES, Busy, MemoryCurve, Span, Timeline
 
 
 def span(role: str, stream: str, start: int, end: int, unit: str = "u", **more: object) -> Span:
@@ -65,6 +67,65 @@ def test_the_parts_sum_to_the_step_exactly(found: list[Span]) -> None:
     assert all(value >= 0 for value in parts.parts().values())
     assert sum(timeline.exposed().values()) == parts.exposed_transfer
     assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+@given(st.lists(spans, min_size=1, max_size=30))
+def test_overlaps_are_hidden_under_compute_and_sum_up(found: list[Span]) -> None:
+    timeline = Timeline(tuple(found))
+    ran = {t for s in found if s.stream == COMPUTE for t in range(s.start, s.end)}
+    for overlap in timeline.overlaps():
+        moments = range(overlap.span.start, overlap.span.end)
+        assert overlap.hidden == sum(t in ran for t in moments)
+    exposed = sum(overlap.exposed for overlap in timeline.overlaps())
+    assert exposed <= timeline.breakdown().exposed_transfer
+
+
+def test_busy_counts_overlapping_intervals_once() -> None:
+    busy = Busy([(0, 4), (2, 6), (8, 9), (7, 7)])
+    assert busy.stretches == [(0, 6), (8, 9)]
+    assert busy.between(0, 10) == 7
+    assert busy.between(3, 8) == 3 and busy.between(6, 8) == 0 and busy.between(-5, 1) == 1
+    assert Busy([]).between(0, 5) == 0
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """Calls of Python and builtin functions inside; an element of a generator is one."""
+    count = 0
+
+    def count_one(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count_one)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_twice_the_spans_take_twice_the_work() -> None:
+    def look(count: int) -> int:
+        made = []
+        for i in range(count // 2):  # every transfer outlasts its compute by 2 ns
+            made.append(span("compute", COMPUTE, 10 * i, 10 * i + 8))
+            made.append(span("transfer", "shard", 10 * i + 4, 10 * i + 10))
+        timeline = Timeline(tuple(made))
+
+        def ask() -> None:
+            overlaps = timeline.overlaps()
+            assert len(overlaps) == count // 2
+            assert all((o.hidden, o.exposed) == (4, 2) for o in overlaps)
+            assert timeline.step == 5 * count and timeline.slowest == 0
+
+        return count_calls(ask)
+
+    first, twice = look(10_000), look(20_000)
+    assert twice < 2.2 * first and twice < 100 * 20_000
+    timeline = Timeline((span("compute", COMPUTE, 0, 10),))
+    assert timeline.step == 10
+    assert count_calls(lambda: [timeline.step for _ in range(100)]) < 10
 
 
 def test_memory_peak_and_files() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.reporting.finding import WORTH, Finding
 from shardwise.reporting.words import name_collective, name_unit, name_units, show_share, show_time
-from shardwise.timeline import Span, Timeline
+from shardwise.timeline import Busy, Span, Timeline
 
 LATE = "late"  # issued when compute stood still already
 WIRE = "wire"  # it, or what it queued behind, ran beside compute and did not end in time
@@ -92,9 +92,9 @@ def explain(timeline: Timeline, rank: int) -> list[Exposed]:
     """Every transfer that compute waited for, with the reason."""
     own = sorted((s for s in timeline.spans if s.rank == rank), key=lambda span: span.end)
     compute = [span for span in own if span.role == "compute"]
-    computed = Busy(compute)
-    training = Busy([span for span in compute if span.phase != "optimizer"] or compute)
-    backward = Busy([span for span in compute if span.phase == "backward"])
+    computed = _busy(compute)
+    training = _busy([span for span in compute if span.phase != "optimizer"] or compute)
+    backward = _busy([span for span in compute if span.phase == "backward"])
     lanes: dict[str, list[Span]] = {}
     for span in own:
         if span.role in ("transfer", "waiting", "copy"):
@@ -122,29 +122,8 @@ def explain(timeline: Timeline, rank: int) -> list[Exposed]:
     return waits
 
 
-class Busy:
-    """How long some spans ran between two moments, in few steps also for very many of them."""
-
-    def __init__(self, spans: list[Span]) -> None:
-        self.starts: list[int] = []
-        self.before: list[int] = []  # nanoseconds of the stretches before each
-        self.ends: list[int] = []
-        for span in sorted(spans, key=lambda s: s.start):
-            if self.ends and span.start <= self.ends[-1]:
-                self.ends[-1] = max(self.ends[-1], span.end)
-                continue
-            done = self.before[-1] + self.ends[-1] - self.starts[-1] if self.ends else 0
-            self.before.append(done)
-            self.starts.append(span.start)
-            self.ends.append(span.end)
-
-    def between(self, start: int, end: int) -> int:
-        """Nanoseconds between two moments."""
-        return self._until(end) - self._until(start)
-
-    def _until(self, time: int) -> int:
-        i = bisect_right(self.starts, time) - 1
-        return self.before[i] + min(time, self.ends[i]) - self.starts[i] if i >= 0 else 0
+def _busy(spans: list[Span]) -> Busy:
+    return Busy((span.start, span.end) for span in spans)
 
 
 def _issued(span: Span, lane: list[Span]) -> int:

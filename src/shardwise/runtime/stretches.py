@@ -51,7 +51,7 @@ class Stretch:
     def unmoved(self) -> bool:
         """The parameters stand on the memory that they stood on."""
         for member, source in self._standing:  # noqa: SIM110, a generator takes twice as long
-            if member._local_tensor is not source:  # type: ignore[attr-defined]
+            if member._local_tensor is not source:
                 return False
         return True
 

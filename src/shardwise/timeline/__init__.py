@@ -17,6 +17,7 @@ so that step = compute + contention + exposed transfer + waiting for peers + cop
 """
 
 from shardwise.timeline.breakdown import Breakdown, Overlap, Segment
+from shardwise.timeline.busy import Busy
 from shardwise.timeline.spans import (
     COMPUTE,
     HOST,
@@ -34,6 +35,7 @@ __all__ = [
     "MEMORY_ROLES",
     "SPAN_ROLES",
     "Breakdown",
+    "Busy",
     "MemoryCurve",
     "MemoryPeak",
     "Overlap",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.timeline.busy import union
 from shardwise.timeline.spans import COMPUTE, HOST, Span
 
 
@@ -113,18 +114,3 @@ def _key(span: Span) -> tuple[bool, str]:
 
 
 _COMPUTE_KEYS = {(True, role) for role, _ in _ON_COMPUTE}
-
-
-def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, disjoint, covering the same."""
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def covered(intervals: list[tuple[int, int]], start: int, end: int) -> int:
-    return sum(max(0, min(end, stop) - max(start, begin)) for begin, stop in intervals)

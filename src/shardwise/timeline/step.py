@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shardwise.timeline.breakdown import Breakdown, Overlap, Segment, covered, cut, union
+from shardwise.timeline.breakdown import Breakdown, Overlap, Segment, cut
+from shardwise.timeline.busy import Busy
 from shardwise.timeline.chrome import to_chrome
 from shardwise.timeline.spans import COMPUTE, MemoryCurve, MemoryPeak, Span
 
@@ -38,7 +39,7 @@ class Timeline:
             found[span.rank].append(span)
         return {rank: sorted(found[rank], key=lambda s: s.start) for rank in sorted(found)}
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._by_rank)
 
@@ -53,17 +54,21 @@ class Timeline:
     def start(self) -> int:
         return min((span.start for span in self.spans), default=0)
 
-    def end(self, rank: int) -> int:
-        return max(span.end for span in self._by_rank[rank])
+    @cached_property
+    def _ends(self) -> dict[int, int]:
+        return {rank: max(s.end for s in spans) for rank, spans in self._by_rank.items()}
 
-    @property
+    def end(self, rank: int) -> int:
+        return self._ends[rank]
+
+    @cached_property
     def slowest(self) -> int:
         """The rank that ends last: the step is as long as its."""
         if not self.spans:
             raise ValueError("a timeline without spans has no slowest rank")
         return max(self.ranks, key=lambda rank: (self.end(rank), -rank))
 
-    @property
+    @cached_property
     def step(self) -> int:
         """Nanoseconds from the first start to the last end."""
         return self.end(self.slowest) - self.start if self.spans else 0
@@ -125,9 +130,9 @@ class Timeline:
         for segment in self.segments(rank):
             if segment.kind == "exposed_transfer" and segment.span is not None:
                 exposed[id(segment.span)] += segment.end - segment.start
-        busy = union((s.start, s.end) for s in self._by_rank[rank] if s.stream == COMPUTE)
+        busy = Busy((s.start, s.end) for s in self._by_rank[rank] if s.stream == COMPUTE)
         return [
-            Overlap(span, covered(busy, span.start, span.end), exposed[id(span)])
+            Overlap(span, busy.between(span.start, span.end), exposed[id(span)])
             for span in self._by_rank[rank]
             if span.role == "transfer" and name in (None, span.name) and phase in (None, span.phase)
         ]

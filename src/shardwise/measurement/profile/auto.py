@@ -58,7 +58,7 @@ class Watch:
         self.taken += 1
         if self.taken == self.skip:
             self._begin(optimizer)
-        elif self.taken == self.skip + self.steps:
+        elif self.profile is not None and self.profile.stopped and not self.done:
             self._finish()
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:

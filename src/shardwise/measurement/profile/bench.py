@@ -1,4 +1,8 @@
-"""What profiling costs: steps with the profiler on and off, in turn, in one run."""
+"""What profiling costs: steps with the profiler on and off, in turn, in one run.
+
+"On" is a step that is timed: with marks alone on a CPU, with the device's trace on CUDA. What the
+last step of a CPU's profile, the traced one, costs is measured after them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import nn
 
 from shardwise.comms import marks
 from shardwise.measurement import engines, step
@@ -66,7 +71,7 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
                 if mode == "off":
                     samples[mode] += [timer(run) for _ in range(_STEPS)]
                     continue
-                # More than are run: stopping is not part of a step.
+                # More than are run: neither stopping nor a CPU's traced step is part of these.
                 profile = Profile(wrapped.model, 100)
                 profile.__enter__()
                 samples[mode] += [timer(run) for _ in range(_STEPS)]
@@ -74,6 +79,9 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
                 made = len(found.ranges) + len(found.calls) + len(found.contexts)
                 profile.cancel()
                 profile.close()
+        traced = (
+            [_trace(wrapped.model, run) for _ in range(rounds)] if family.device == "cpu" else []
+        )
     sides = {mode: _side(taken) for mode, taken in samples.items()}
     nothing = _time_off()
     return {
@@ -84,11 +92,30 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
         "cpu_ratio": sides["on"]["cpu_ms"] / sides["off"]["cpu_ms"],
         "least_step_ratio": sides["on"]["least_step_ms"] / sides["off"]["least_step_ms"],
         "least_cpu_ratio": sides["on"]["least_cpu_ms"] / sides["off"]["least_cpu_ms"],
+        **_describe_traced(traced, sides["off"]["step_ms"]),
         "marks_per_step": made // _STEPS,
         "ns_per_mark_off": nothing,
         "share_of_step_off": nothing * (made // _STEPS) / 1e6 / sides["off"]["step_ms"],
         "settings": step._describe(family, case, False),
     }
+
+
+def _trace(model: nn.Module, run: Step) -> tuple[float, float]:
+    """Milliseconds of a traced step, and of starting, stopping and reading around it."""
+    with Profile(model, 2) as profile:
+        for _ in range(2):
+            dist.barrier()
+            run()
+    start, end = profile.bounds[-1]
+    return (end - start) / 1e6, profile.seconds * 1e3
+
+
+def _describe_traced(taken: list[tuple[float, float]], off: float) -> dict[str, float]:
+    if not taken:
+        return {}
+    step_ms = statistics.median(each[0] for each in taken)
+    around = statistics.median(each[1] for each in taken)
+    return {"traced_step_ms": step_ms, "traced_ratio": step_ms / off, "around_ms": around}
 
 
 def _timer(family: Family) -> Callable[[Step], tuple[float, float]]:

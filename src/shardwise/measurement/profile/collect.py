@@ -7,12 +7,14 @@
 
 A step ends when its optimizer step does (`measured.step()` says so by hand), and begins where the
 last one ended, so that data loading is part of it. The step with the median time, as its slowest
-rank took it, is the one that is shown; every rank is in it.
+rank took it, is the one that is shown; every rank is in it. On a CPU the last step alone is traced,
+and is not timed: `carry.py` brings what it knows to the one that is shown.
 """
 
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,9 +23,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -35,15 +35,25 @@ from shardwise.measurement.profile import device as profile_device
 from shardwise.measurement.profile import foreign as profile_foreign
 from shardwise.measurement.profile import host as profile_host
 from shardwise.measurement.profile import memory as profile_memory
+from shardwise.measurement.profile.carry import Carry
 from shardwise.measurement.profile.files import write_profile, write_raw
+from shardwise.measurement.profile.labels import describe, find_device
 from shardwise.measurement.profile.memory import Curve, Owners
 from shardwise.measurement.profile.merge import Message, RankStep, merge
 from shardwise.measurement.profile.ranks import Peers
-from shardwise.measurement.profile.spans import HostPieces, carry_over, cut_host
+from shardwise.measurement.profile.spans import HostPieces, cut_host
 from shardwise.measurement.profile.trace import Trace, Tracer, unix_offset
 from shardwise.runtime.api import engine_of, is_sharded
 from shardwise.runtime.engine import Engine
 from shardwise.timeline import Timeline
+
+NO_TRACE = (
+    "the profile ended before its last step, the traced one: what the host did between operations "
+    "counts as compute, and memory is the engine's own buffers"
+)
+TRACED = (
+    "the traced step is shown, which tracing made longer, because the timed one went another way"
+)
 
 
 class NothingProfiled(RuntimeError):
@@ -85,7 +95,7 @@ class Profile:
         self.engines = engines
         self._fsdp = fsdp or (not engines and profile_foreign.uses_fsdp(model))
         self.seconds = 0.0  # that starting, stopping and reading took beside the steps
-        self._device = device or _find_device(model, engines)
+        self._device = device or find_device(model, engines)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._stepping: list[int] = []  # optimizers that step now, one inside the other
         self._timeline: Timeline | None = None
@@ -127,13 +137,15 @@ class Profile:
             self._before = self._find_owners()
             # Marks tell whose a kernel is; without them autograd's operations do.
             operations = self.traces or not (self.engines or self._fsdp)
-            # On a host, following every allocation is most of the cost: only the last step does,
-            # and is not timed. Without a model nothing tells where that step begins.
-            self._apart = not cuda and self.steps > 1 and bool(self.engines or self.model)
-            self._tracers = [Tracer(cuda, operations, memory=not cuda and not self._apart)]
+            # On a host, tracing costs too much for a step that is timed: only the last one is
+            # traced. Without a model nothing tells where that step begins.
+            self._apart = not cuda and self.steps > 1 and self._knows_forwards
+            self._tracer: Tracer | None = None
+            if not self._apart:
+                self._tracer = Tracer(cuda, operations, memory=not cuda)
             self._history = profile_memory.CudaHistory() if cuda else None
             self.marks = Marks(self._device, Nvtx() if cuda else None)
-            self.marks.on_forward = self._follow_memory
+            self.marks.on_forward = self._trace_last
             self._running = ExitStack()
             self._running.enter_context(profile_foreign.note_backward(self.marks))
             if not self.engines:
@@ -146,9 +158,11 @@ class Profile:
                 torch.cuda.synchronize()
             if self._history is not None:
                 self._history.start()
-            self._tracers[0].start()
+            if self._tracer is not None:
+                self._tracer.start()
             marking.on = self.marks
-        self._bounds: list[tuple[int, int]] = []  # of the steps that ended
+        self.bounds: list[tuple[int, int]] = []  # of the steps that ended
+        self._ends: list[int] = []  # of optimizers, in each of them
         self._begun = perf_counter_ns()
         self._forwards = 0  # of the marks' outermost forwards, those in steps that ended
 
@@ -174,26 +188,36 @@ class Profile:
         if marking.on is not self.marks:
             return
         now, forwards = perf_counter_ns(), len(self.marks.roots)
-        knows_forwards = bool(self.engines) or self.model is not None
-        if self._bounds and knows_forwards and forwards == self._forwards:
-            self._bounds[-1] = self._bounds[-1][0], now  # another optimizer of the same step
+        if self.bounds and self._knows_forwards and forwards == self._forwards:
+            self.bounds[-1] = self.bounds[-1][0], now  # another optimizer of the same step
+            self._ends[-1] += 1
         else:
-            self._bounds.append((self._begun, now))
+            self.bounds.append((self._begun, now))
+            self._ends.append(1)
         self._begun, self._forwards = now, forwards
-        if len(self._bounds) >= self.steps:
+        # The last step has as many optimizers as the one before it.
+        if len(self.bounds) >= self.steps and self._ends[-1] >= self._ends[-2:][0]:
             self._stop()
-        elif self._apart and len(self._bounds) == self.steps - 1:
-            with self._costs():
-                self._tracers[0].stop()
 
-    def _follow_memory(self) -> None:
-        """A forward begins. torch's profiler cannot start again inside an optimizer's step."""
-        if self._apart and len(self._bounds) == self.steps - 1 and len(self._tracers) == 1:
+    def _trace_last(self) -> None:
+        """A forward begins: of the last step, it may be, or of one after it."""
+        if len(self.bounds) >= self.steps:
+            self._stop()
+        elif self._apart and len(self.bounds) == self.steps - 1 and self._tracer is None:
             with self._costs():
                 self._before = self._find_owners()
-                self._tracers.append(Tracer(cuda=False, memory=True))
-                self._tracers[1].start()
+                self._tracer = Tracer(cuda=False, memory=True)
+                self._tracer.start()
             self._begun = perf_counter_ns()
+
+    @property
+    def _knows_forwards(self) -> bool:
+        return bool(self.engines) or self.model is not None
+
+    @property
+    def stopped(self) -> bool:
+        """All steps have been taken."""
+        return marking.on is not self.marks
 
     def cancel(self) -> None:
         """End without a result; other ranks need not."""
@@ -205,7 +229,8 @@ class Profile:
         with self._costs():
             marking.on = None
             self._running.close()
-            self._tracers[-1].stop()
+            if self._tracer is not None:
+                self._tracer.stop()
             self._owners = self._find_owners()
             if self._history is not None:
                 self._history.stop()
@@ -222,7 +247,7 @@ class Profile:
         """Stop, and turn what was collected into a Timeline; all ranks meet here."""
         self._stop()
         with self._costs():
-            counts = self._peers.exchange(len(self._bounds))
+            counts = self._peers.exchange(len(self.bounds))
             count = min(counts)
             if count < 1:
                 raise NothingProfiled(
@@ -230,41 +255,64 @@ class Profile:
                     f"steps, and the ranks took {counts}; run at least one step in it, or call "
                     "its step() where a step ends without a torch optimizer"
                 )
-            traces = [tracer.read() for tracer in self._tracers]
-            if not self.engines and not self._fsdp:
-                for trace in traces:
-                    profile_foreign.add_backward(trace, self.marks)
-            timed = min(count, self.steps - 1) if self._apart else count
-            windows = [self._window(traces[0], *self._bounds[i]) for i in range(timed)]
+            trace = None
+            if self._tracer is not None and (count == self.steps or not self._apart):
+                trace = self._tracer.read()
+            traced_last = self._apart and trace is not None
+            timed = count - traced_last
+            windows = [self._window(trace, *self.bounds[i]) for i in range(timed)]
             took = self._peers.exchange([end - start for start, end in windows])
             slowest = [max(times) for times in zip(*took, strict=True)]
             chosen = sorted(range(timed), key=slowest.__getitem__)[(timed - 1) // 2]
-            seen = self._peers.collect(self._read_step(traces, chosen))
+            carry, note = None, NO_TRACE if trace is None else ""
+            if traced_last:
+                carry = Carry(self.marks, self.bounds[count - 1], self.bounds[chosen])
+                note = next((d for d in self._peers.exchange(carry.difference) if d), "")
+            if traced_last and note:
+                chosen, carry, note = count - 1, None, f"{TRACED}: {note}"
+            if trace is not None and not self.engines and not self._fsdp:
+                self._add_contexts(trace, carry)
+            seen = self._peers.collect(self._read_step(trace, chosen, carry))
             merged = None
             if seen is not None:
-                merged = merge(seen, self._labels(slowest, count))
+                if note:
+                    warnings.warn(f"profile: {note}", stacklevel=2)
+                labels = describe(self.engines, self.model, self._device, self._peers.fake)
+                labels["title"] = self.title or labels["title"]
+                labels |= {
+                    "steps": str(count),
+                    "step_ms": f"{statistics.median(slowest) / 1e6:.3f}",
+                    "clock_error_us": f"{self._clock_error / 1e3:.1f}",
+                }
+                merged = merge(seen, labels | ({"note": note} if note else {}))
             self._timeline, self.messages, self.memory = self._peers.share(merged)
 
-    def _window(self, trace: Trace, start: int, end: int) -> tuple[int, int]:
-        if self._device == "cpu":
+    def _add_contexts(self, trace: Trace, carry: Carry | None) -> None:
+        """Backward's, where no mark tells them, in the traced step and in the shown one."""
+        found = profile_foreign.find_backward(trace, self.marks)
+        moved = [(carry.time(at), unit, phase) for at, unit, phase in found] if carry else []
+        self.marks.contexts[:] = sorted([*self.marks.contexts, *found, *moved])
+
+    def _window(self, trace: Trace | None, start: int, end: int) -> tuple[int, int]:
+        if self._device == "cpu" or trace is None:
             return start, end
         kernels = trace.kernels
         return profile_device.device_end(kernels, start), profile_device.device_end(kernels, end)
 
-    def _read_step(self, traces: list[Trace], number: int) -> RankStep:
-        (start, end), trace = self._bounds[number], traces[0]
+    def _read_step(self, trace: Trace | None, number: int, carry: Carry | None) -> RankStep:
+        start, end = self.bounds[number]
         rank, marks = self._peers.rank, self.marks
         if self._device == "cpu":
-            transfers, unmarked = profile_host.host_transfers(trace, marks, start, end, rank)
-            if not self.engines:
-                unmarked += [(t.span.start, t.span.end) for t in transfers]
-            spans = profile_host.host_spans(trace, marks, start, end, rank, unmarked)
+            spans, transfers = profile_host.host_step(
+                trace, marks, (start, end), rank, carry, waits_marked=bool(self.engines)
+            )
             opened = start
         else:
+            assert trace is not None
             spans, transfers, opened, _ = profile_device.device_spans(
                 trace, marks, start, end, rank
             )
-        memory = self._read_memory(traces[-1], start, end)
+        memory = self._read_memory(trace, start, end, carry)
         shift = -self._ahead
         spans = [replace(s, start=s.start + shift, end=s.end + shift) for s in spans]
         transfers = [
@@ -277,19 +325,21 @@ class Profile:
             limit = torch.cuda.get_device_properties("cuda").total_memory
         return RankStep(opened + shift, spans, transfers, memory, limit)
 
-    def _read_memory(self, trace: Trace, start: int, end: int) -> Curve:
+    def _read_memory(self, trace: Trace | None, start: int, end: int, carry: Carry | None) -> Curve:
         marks, owners = self.marks, self._owners
-        pieces = HostPieces(cut_host(marks, self._bounds[0][0], self._bounds[-1][1]))
+        pieces = HostPieces(cut_host(marks, self.bounds[0][0], self.bounds[-1][1]))
         if self._history is None:
-            # The step in which they were followed; the chosen one, if that did not come.
-            followed = self._bounds[-1] if len(self._tracers) > 1 else (start, end)
-            since = followed[0] if len(self._tracers) > 1 else 0
+            followed = carry.source if carry is not None else (start, end)
+            since = self.bounds[-1][0] if self._apart and trace is not None else 0
             noted = [mark for mark in marks.buffers if mark.time >= since]
-            blocks = profile_memory.host_blocks(trace.allocations, self._before, owners, noted)
+            allocations = trace.allocations if trace is not None else []
+            blocks = profile_memory.host_blocks(allocations, self._before, owners, noted)
             profile_memory.assign_roles(blocks, owners, self._before, marks, pieces)
             curve = profile_memory.draw_curve(blocks, *followed)
-            curve.times = carry_over(curve.times, marks, followed, (start, end))
+            if carry is not None:
+                curve.times = carry.times(curve.times)
             return curve
+        assert trace is not None
         blocks, others = self._history.blocks(unix_offset())
         profile_memory.assign_roles(blocks, owners, self._before, marks, pieces)
         curve = profile_memory.draw_curve(blocks, start, end, others, self._history.reserved)
@@ -300,27 +350,6 @@ class Profile:
         return profile_memory.find_owners(
             self.engines, self.model, self._optimizers.values(), self._device
         )
-
-    def _labels(self, took: list[int], count: int) -> dict[str, str]:
-        engine = "shardwise" if self.engines else "torch"
-        plans = [e.plan.title for e in self.engines if e.plan is not None]
-        if not plans:
-            plans = ["fully_shard"] if self.engines else [_wrapping(self.model)]
-        emulated = self._peers.fake or hasattr(
-            getattr(dist.all_reduce, "__self__", None), "network"
-        )
-        name = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
-        step_ms = statistics.median(took) / 1e6
-        return {
-            "title": self.title or f"{engine}, {plans[0]}, {name}",
-            "source": "emulated" if emulated else "measured",
-            "engine": engine,
-            "plan": plans[0],
-            "device": name,
-            "steps": str(count),
-            "step_ms": f"{step_ms:.3f}",
-            "clock_error_us": f"{self._clock_error / 1e3:.1f}",
-        }
 
     # Results
 
@@ -340,7 +369,7 @@ class Profile:
         if self._peers.leads:
             write_profile(directory, self.timeline, self.messages, self.memory, cluster)
         snapshot = self._history.snapshot if self._history is not None else None
-        profiler = self._tracers[-1].profiler if self.traces else None
+        profiler = self._tracer.profiler if self.traces and self._tracer is not None else None
         write_raw(directory, self._peers.rank, profiler, snapshot)
 
 
@@ -352,21 +381,3 @@ class Nvtx:
 
     def end(self, token: Any) -> None:
         torch.cuda.nvtx.range_end(token)
-
-
-def _find_device(model: nn.Module | None, engines: list[Engine]) -> str:
-    if engines:
-        return engines[0].mesh.device.type
-    parameter = next(model.parameters(), None) if model is not None else None
-    if parameter is not None:
-        return parameter.device.type
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _wrapping(model: nn.Module | None) -> str:
-    if model is None:
-        return "torch"
-    if isinstance(model, DistributedDataParallel):
-        return "DistributedDataParallel"
-    kinds = {base.__name__ for base in type(model).__mro__}
-    return "fully_shard" if "FSDPModule" in kinds else "unsharded"

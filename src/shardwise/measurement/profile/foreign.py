@@ -86,7 +86,10 @@ def hang_hooks(model: nn.Module, marks: Marks, stack: ExitStack) -> None:
             continue
         unit = name or ROOT
         handles = [
-            module.register_forward_pre_hook(_before(marks, unit, module is model)),
+            # A step begins with the model's forward, also before what FSDP2 does there.
+            module.register_forward_pre_hook(
+                _before(marks, unit, module is model), prepend=module is model
+            ),
             module.register_forward_hook(lambda *_: marks.leave()),
         ]
         for handle in handles:
@@ -148,7 +151,7 @@ def uses_fsdp(model: nn.Module | None) -> bool:
     return model is not None and any(isinstance(m, FSDPModule) for m in model.modules())
 
 
-def add_backward(trace: Trace, marks: Marks) -> None:
+def find_backward(trace: Trace, marks: Marks) -> list[tuple[int, str, str]]:
     """Contexts of backward, from the sequence numbers that forward's operations gave."""
     times = [time for time, _, _ in marks.contexts]
     units: dict[int, str] = {}
@@ -158,10 +161,10 @@ def add_backward(trace: Trace, marks: Marks) -> None:
             if at >= 0 and marks.contexts[at][2] == "forward":
                 units[op.sequence] = marks.contexts[at][1]
     last = ""
-    added = []
+    found = []
     for node in trace.nodes:
         unit = units.get(node.sequence, last)
         if unit:
-            added.append((node.start, unit, "backward"))
+            found.append((node.start, unit, "backward"))
             last = unit
-    marks.contexts[:] = sorted([*marks.contexts, *added], key=lambda context: context[0])
+    return found

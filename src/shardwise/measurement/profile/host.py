@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardwise.comms.marks import Call, Marks, Wait
+from shardwise.measurement.profile.carry import Carry
 from shardwise.measurement.profile.spans import (
+    WAIT_NS,
     HostPieces,
     Piece,
     Transfer,
@@ -23,32 +25,75 @@ from shardwise.measurement.profile.spans import (
 )
 from shardwise.measurement.profile.trace import Event, Trace
 from shardwise.timeline import COMPUTE, HOST, Span
-from shardwise.timeline.breakdown import union
+from shardwise.timeline.busy import union
 
 # Python between two operations of a module counts as their dispatch up to this long.
 DISPATCH_NS = 200_000
 COPYING_NS = 20_000  # the same inside the engine's own copies
-WAIT_NS = 50_000  # a wait that takes longer has blocked
 
 Interval = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Ran:
+    """When the host was in operations, with the Python between them: few of it count as part of the
+    engine's own copies, more as the dispatch of a module's.
+    """
+
+    copied: list[Interval]
+    dispatched: list[Interval]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Ran:
+        ran = [(op.start, op.end) for op in trace.operations if op.thread == trace.host]
+        copied = _close_gaps(union(ran), COPYING_NS)
+        return cls(copied, _close_gaps(copied, DISPATCH_NS))
+
+    def carried(self, carry: Carry) -> Ran:
+        return Ran(carry.windows(self.copied), carry.windows(self.dispatched))
+
+
+def host_step(
+    trace: Trace | None,
+    marks: Marks,
+    window: Interval,
+    rank: int,
+    carry: Carry | None = None,
+    waits_marked: bool = True,
+) -> tuple[list[Span], list[Transfer]]:
+    """One step of the host. Its trace is of this step, or of the one that `carry` brings here, or
+    there is none, and everything outside of the engine's marks counts as compute.
+    """
+    start, end = window
+    ran, others = Ran([window], [window]), []
+    if trace is not None:
+        ran, others = Ran.of(trace), note_ends(trace, marks, *(carry.source if carry else window))
+    if carry is not None:
+        carry.calls()
+        ran = ran.carried(carry)
+        others = [replace(e, start=carry.time(e.start), end=carry.time(e.end)) for e in others]
+    transfers = host_transfers(marks, start, end, rank, others)
+    unmarked = [(event.start, event.end) for event in others]
+    if not waits_marked:
+        unmarked += [(each.span.start, each.span.end) for each in transfers]
+    return host_spans(ran, marks, start, end, rank, unmarked), transfers
+
+
 def host_spans(
-    trace: Trace, marks: Marks, start: int, end: int, rank: int, unmarked: Sequence[Interval]
+    ran: Ran, marks: Marks, start: int, end: int, rank: int, unmarked: Sequence[Interval]
 ) -> list[Span]:
     """What the host did as its compute stream; `unmarked` are transfers that somebody else waits
     for, of whom no mark tells.
     """
-    ran = [(op.start, op.end) for op in trace.operations if op.thread == trace.host]
-    copied = _close_gaps(union(ran), COPYING_NS)
-    dispatched = _close_gaps(copied, DISPATCH_NS)
     waits = union(unmarked)
     spans: list[Span] = []
     for piece in cut_host(marks, start, end):
         piece = _awake(piece)
         if piece.end <= piece.start:
             continue
-        inside = list(clip(dispatched if piece.mark is None else copied, piece.start, piece.end))
+        inside = list(
+            clip(ran.dispatched if piece.mark is None else ran.copied, piece.start, piece.end)
+        )
         for begin, stop in inside:
             spans.append(make_span(piece, piece.role, rank, COMPUTE, begin, stop))
         for begin, stop in outside(inside, piece.start, piece.end):
@@ -57,33 +102,39 @@ def host_spans(
     return join_spans(spans)
 
 
-def host_transfers(
-    trace: Trace, marks: Marks, start: int, end: int, rank: int
-) -> tuple[list[Transfer], list[Interval]]:
-    """The collectives issued in between, each as gloo's own thread ran it, and when those ran that
-    no mark tells of (DistributedDataParallel's, the user's own).
+def note_ends(trace: Trace, marks: Marks, start: int, end: int) -> list[Event]:
+    """Give each collective issued in between the beginning and the end that gloo's own thread has;
+    those that no mark tells of (DistributedDataParallel's, the user's own) are returned.
     """
     events = [event for event in trace.transfers if event.end > start and event.start < end]
     taken: set[int] = set()
+    for call in marks.calls:
+        if start <= call.start < end:
+            event = _find_event(call, events, taken)
+            if event is not None:
+                taken.add(id(event))
+                call.begun, call.end = event.start, event.end
+    return [event for event in events if id(event) not in taken and event.start >= start]
+
+
+def host_transfers(
+    marks: Marks, start: int, end: int, rank: int, others: Sequence[Event]
+) -> list[Transfer]:
+    """The collectives issued in between, and `others` that no mark tells of."""
     spans: list[tuple[Call, Span]] = []
     for call in marks.calls:
         if not start <= call.start < end:
             continue
-        event = _find_event(call, events, taken)
-        if event is not None:
-            taken.add(id(event))
-            call.begun, call.end = event.start, event.end
         begin = call.begun or call.issued
         stop = min(max(begin, call.end or begin), end)
         begin = min(begin, stop)
         spans.append((call, transfer_span(call, rank, begin, stop)))
-    others = [event for event in events if id(event) not in taken and event.start >= start]
     pieces = HostPieces(cut_host(marks, start, end))
     for event in others:
         piece, stop = pieces.at(event.start), min(event.end, end)
         call = Call(event.name, piece.unit, piece.phase, "unmarked", 0, 0, (), event.start)
         spans.append((call, transfer_span(call, rank, event.start, stop)))
-    return number_transfers(spans), [(event.start, event.end) for event in others]
+    return number_transfers(spans)
 
 
 def _awake(piece: Piece) -> Piece:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from shardwise.comms.marks import Call, Marks, Range
 from shardwise.timeline import COMPUTE, Span
 
+WAIT_NS = 50_000  # a wait that takes longer has blocked
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -80,28 +82,6 @@ def cut_host(marks: Marks, start: int, end: int) -> list[Piece]:
             active.remove(i)
     close(end)
     return pieces
-
-
-def carry_over(
-    times: Sequence[int], marks: Marks, source: tuple[int, int], target: tuple[int, int]
-) -> list[int]:
-    """Moments of one step as moments of another: evenly between the contexts that both go through,
-    or over the whole step where they went through different ones.
-    """
-    inside = [
-        [time for time, _, _ in marks.contexts if start < time < end]
-        for start, end in (source, target)
-    ]
-    if len(inside[0]) != len(inside[1]):
-        inside = [[], []]
-    here = [source[0], *inside[0], source[1]]
-    there = [target[0], *inside[1], target[1]]
-    moved = []
-    for time in times:
-        at = min(max(bisect_right(here, time) - 1, 0), len(here) - 2)
-        share = (time - here[at]) / max(1, here[at + 1] - here[at])
-        moved.append(round(there[at] + min(share, 1.0) * (there[at + 1] - there[at])))
-    return moved
 
 
 def _end(mark: Range | Call) -> int:
