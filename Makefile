@@ -22,7 +22,7 @@ demo: $(READY) ## train a tiny model on two local ranks and write its report
 	$(BIN)/shardwise report demo-run
 
 test: $(READY) ## run all tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 lint: $(READY) ## check style, types and the direction of imports
 	$(BIN)/ruff check .

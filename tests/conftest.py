@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
@@ -30,6 +31,13 @@ def no_group() -> Iterator[None]:
     _leave_group()
     yield
     _leave_group()
+
+
+@pytest.fixture(autouse=True)
+def denormal_numbers() -> Iterator[None]:
+    """A benchmark that ran in this process may have switched them off."""
+    torch.set_flush_denormal(False)
+    yield
 
 
 def _leave_group() -> None:

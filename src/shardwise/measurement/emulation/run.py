@@ -104,6 +104,7 @@ def joined(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
         dist.destroy_process_group()
 
 
