@@ -238,18 +238,6 @@ class UnitDescription:
     def output_bytes(self) -> int:
         return sum(s.output_bytes for s in self.segments)
 
-    @property
-    def peak_temporary_bytes(self) -> int:
-        """The largest extra memory inside one pass of the unit, beyond its start and what stays."""
-        return max(
-            (
-                part.peak_bytes - max(0, part.net_bytes)
-                for s in self.segments
-                for part in (s.forward, s.recompute, s.backward)
-            ),
-            default=0,
-        )
-
 
 @dataclass(frozen=True)
 class ModelDescription:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.kernels.attention_arguments import Mask
 from shardwise.kernels.attention_calls import Plan
 from shardwise.kernels.attention_configs import Backward, Tiles
 from shardwise.kernels.attention_layout import contiguous_rows, new_lines
 from shardwise.kernels.attention_operands import ALIGNMENT, aligned_lines, on_device, reach
-from shardwise.kernels.attention_plans import Mask, plan_backward, plan_forward
+from shardwise.kernels.attention_plans import plan_backward, plan_forward
 
 __all__ = ["Mask", "backward", "forward"]
 

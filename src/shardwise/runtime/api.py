@@ -83,18 +83,6 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def engine_of_parameter(parameter: nn.Parameter) -> Engine:
-    """The engine that holds a visible parameter."""
-    reference = getattr(parameter, "_shardwise_engine", None)
-    engine = reference() if reference is not None else None
-    if engine is None:
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
-            "build the optimizer from model.parameters() after sw.shard(model, plan)"
-        )
-    return engine
-
-
 def exposed_seconds(model: nn.Module) -> float | None:
     """Seconds this rank's host has waited for communication so far; None where streams wait instead
     (CUDA).

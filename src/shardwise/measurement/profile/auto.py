@@ -22,8 +22,8 @@ from torch.optim.optimizer import (
 
 from shardwise.measurement.profile.collect import Profile
 from shardwise.measurement.profile.files import choose_cluster
-from shardwise.runtime.api import engine_of_parameter
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.stretches import engine_of
 
 DIRECTORY, STEPS, SKIP = (f"SHARDWISE_PROFILE{part}" for part in ("", "_STEPS", "_SKIP"))
 
@@ -91,8 +91,8 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     found: dict[int, Engine] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if "_shardwise_engine" in parameter.__dict__:
-                engine = engine_of_parameter(parameter)
+            engine = engine_of(parameter)
+            if engine is not None:
                 found[id(engine)] = engine
     return list(found.values())
 

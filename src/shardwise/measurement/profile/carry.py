@@ -30,11 +30,6 @@ class Carry:
         self._here = [source[0], *[time for time, _ in here], source[1]]
         self._there = [target[0], *[time for time, _ in there], target[1]]
 
-    @property
-    def fits(self) -> bool:
-        """Both steps went through the same marks."""
-        return not self.difference
-
     def time(self, moment: int) -> int:
         """This moment of the source in the target."""
         at = min(max(bisect_right(self._here, moment) - 1, 0), len(self._here) - 2)
