@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.quiet import sharing_the_machine
 from tests.ranks import Ranks
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with sharing_the_machine(alone=item.get_closest_marker("quiet") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

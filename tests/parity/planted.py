@@ -31,7 +31,7 @@ from tests.ranks import Ranks
 BLOCKS = 4
 COMPUTE_S = 0.04  # that a block computes at least, forward
 SLEEP_S = 0.15
-LONG_SLEEP_S = 0.3  # of the slow rank, where the host sleeps too
+LONG_SLEEP_S = 0.5  # of the slow rank, where the host sleeps too
 LATENCY_S = 0.02  # of every collective of the emulated network
 LARGE = 8 * 2**20  # frozen elements of the block that is not gathered ahead on the real network
 SLOW, BARE, AFTER = 1, 2, 1  # blocks: the slow one, the one not gathered ahead, the one slept after

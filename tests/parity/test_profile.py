@@ -39,6 +39,7 @@ def planted(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return read
 
 
+@pytest.mark.quiet
 def test_with_prefetch_all_gathers_but_the_first_are_hidden(
     planted: Callable[[str], Timeline],
 ) -> None:
@@ -50,6 +51,7 @@ def test_with_prefetch_all_gathers_but_the_first_are_hidden(
         assert gathers[0].exposed > 0.6 * LATENCY_S * NS
 
 
+@pytest.mark.quiet
 def test_without_prefetch_all_gathers_are_exposed(planted: Callable[[str], Timeline]) -> None:
     timeline = planted("late")
     for rank in timeline.ranks:
@@ -60,6 +62,7 @@ def test_without_prefetch_all_gathers_are_exposed(planted: Callable[[str], Timel
     assert timeline.labels["source"] == "emulated"
 
 
+@pytest.mark.quiet
 def test_a_block_that_is_not_gathered_ahead_is_exposed(
     planted: Callable[[str], Timeline],
 ) -> None:
@@ -70,6 +73,7 @@ def test_a_block_that_is_not_gathered_ahead_is_exposed(
     assert timeline.exposed(0)[f"blocks.{BARE}", "forward"] > 0.6 * LATENCY_S * NS
 
 
+@pytest.mark.quiet
 def test_a_slow_rank_shows_as_waiting_on_the_other(planted: Callable[[str], Timeline]) -> None:
     timeline = planted("slow")
     waited = timeline.waiting(0)
@@ -82,6 +86,7 @@ def test_a_slow_rank_shows_as_waiting_on_the_other(planted: Callable[[str], Time
     assert max(idle, key=lambda s: s.duration).unit == f"blocks.{SLOW}"
 
 
+@pytest.mark.quiet
 def test_a_sleep_between_blocks_is_the_hosts(planted: Callable[[str], Timeline]) -> None:
     timeline = planted("host")
     for rank in timeline.ranks:

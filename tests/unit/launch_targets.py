@@ -19,7 +19,9 @@ def write_environment(folder):
 
 
 def announce(folder):
-    (Path(folder) / f"pid{RANK}").write_text(str(os.getpid()))
+    unfinished = Path(folder) / f"unfinished{RANK}"
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(Path(folder) / f"pid{RANK}")
     while len(list(Path(folder).glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
 

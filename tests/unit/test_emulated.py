@@ -134,6 +134,7 @@ def test_a_mesh_s_groups_meet_their_own_network() -> None:
         assert message.modelled_s == pytest.approx(expected)
 
 
+@pytest.mark.quiet
 def test_no_collective_is_quicker_than_modelled() -> None:
     """And most are hardly slower: whom the machine delays is chance."""
     with joined(0, 4), emulate(Network(bandwidth=1e8, latency=2e-3)) as emulation:
@@ -149,6 +150,7 @@ def test_no_collective_is_quicker_than_modelled() -> None:
     assert statistics.median(taken) < 3 * modelled
 
 
+@pytest.mark.quiet
 def test_two_groups_over_a_shared_link_take_the_sum() -> None:
     with joined(0, 4), emulate(Network(bandwidth=1e7, shared=True)) as emulation:
         other = dist.new_group(list(range(4)))
@@ -253,6 +255,7 @@ def test_ddp_s_buckets_go_over_the_network() -> None:
         assert emulation.sent["all_reduce"] == total
 
 
+@pytest.mark.quiet
 def test_ddp_waits_for_its_buckets_and_is_whole_afterwards() -> None:
     with joined(0, 2):
         model = DistributedDataParallel(nn.Linear(64, 64))
@@ -280,6 +283,7 @@ def test_a_hook_of_the_user_s_own_is_told_what_is_missing() -> None:
 # Exposure
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize(("engine", "name"), [("shardwise", "zero3"), ("torch", "ddp")])
 def test_a_slow_network_is_exposed_by_both_ways_to_see_it(engine: str, name: str) -> None:
     """So slow that nothing of it hides: what the model says is what the step waits."""

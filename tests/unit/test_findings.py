@@ -95,12 +95,14 @@ def names_sleep(found):
     return found.cost_ns > 0.9e9 * planted.SLEEP_S and f"ms, is {place}" in found.text
 
 
+@pytest.mark.quiet
 def test_each_planted_fault_of_two_real_ranks_is_among_the_first_three(first_of):
     assert names_late_rank(first_of("slow")["slow_rank"], planted.SLEEP_S)
     assert names_bare_unit(first_of("exposed")["unprefetched"])
     assert names_sleep(first_of("host")["host_bound"])
 
 
+@pytest.mark.quiet
 def test_three_faults_planted_in_one_run_are_its_three_findings(first_of):
     first = first_of("all")
     assert set(first) == {"slow_rank", "unprefetched", "host_bound"}

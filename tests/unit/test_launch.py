@@ -64,6 +64,7 @@ def test_a_chosen_number_of_threads_is_kept(tmp_path, monkeypatch):
     assert (tmp_path / "rank0").read_text().split()[5] == "5"
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_rank_that_raises_ends_all_within_five_seconds(tmp_path, deaf):
     error = fail("fail_while_others_hang", str(tmp_path), deaf)
