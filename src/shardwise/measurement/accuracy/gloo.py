@@ -2,8 +2,9 @@
 
 The links, the host and the share that communication takes of compute come from
 `shardwise calibrate`; the model's kernels are timed alone, on both ranks at once, as they train.
-Figures are medians. On a machine that other programs use, `busy` takes the quickest samples of
-everything instead.
+Figures are medians. A machine's speed drifts over minutes, so calibration, kernels and steps are
+measured in rounds and a row is the medians of its rounds, which it also holds. On a machine that
+other programs use, `busy` takes the quickest samples of everything instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 SHAPE = Shape(layers=6, d_model=256, d_ff=1024, heads=4, vocab=256)
 BATCH, LENGTH = 4, 64
 STEPS, WARMUP = 40, 3
+ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +78,27 @@ def run_gloo(results: Results, quick: bool, busy: bool = False) -> None:
     task = QUICK if quick else GlooTask()
     if all(results.has(case=f"gloo2-{name}") for name in task.strategies):
         return
-    say("gloo: calibrating this machine (two ranks)")
-    cluster = calibrate("gloo2", ranks=RANKS, quick=quick, busy=busy, tell=say).cluster
-    say("gloo: timing the model's kernels and its steps on two ranks")
-    measured = measure_ranks(dataclasses.replace(task, busy=busy))
-    results.add(predict_rows(dataclasses.replace(task, busy=busy), cluster, measured))
+    task = dataclasses.replace(task, busy=busy)
+    rounds = []
+    for i in range(1 if quick else ROUNDS):
+        say(f"gloo, round {i + 1}: calibrating this machine (two ranks)")
+        cluster = calibrate("gloo2", ranks=RANKS, quick=quick, busy=busy, tell=say).cluster
+        say(f"gloo, round {i + 1}: timing the model's kernels and its steps on two ranks")
+        rounds.append(predict_rows(task, cluster, measure_ranks(task)))
+    results.add([join_rounds(rows) for rows in zip(*rounds, strict=True)])
+
+
+def join_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One strategy's rows: each figure's median over the rounds, and the rounds' own."""
+    joined = dict(rows[0])
+    for key in ("predicted_ms", "measured_ms", "measured_least_ms", "measured_spread_ms"):
+        joined[key] = statistics.median(row[key] for row in rows)
+    joined["breakdown_ms"] = {
+        part: statistics.median(row["breakdown_ms"][part] for row in rows)
+        for part in rows[0]["breakdown_ms"]
+    }
+    joined["rounds_ms"] = [(row["predicted_ms"], row["measured_ms"]) for row in rows]
+    return joined
 
 
 def measure_ranks(task: GlooTask) -> dict[str, Any]:
