@@ -53,6 +53,53 @@ def test_collectives_take_the_modelled_time() -> None:
     assert not late, late
 
 
+def test_a_grouped_gather_delivers_and_takes_the_time_of_one() -> None:
+    """Odd sizes and even ones (which are copied by wider reads), into one buffer in place."""
+    for sizes in ((4 * MIB, 3 * MIB + 5, 7), (4 * MIB, 2 * MIB, 64)):
+        full = torch.full((WORLD * sum(sizes),), -1.0, device=DEVICE)
+        outputs = list(full.split([WORLD * size for size in sizes]))
+        own = [output.view(WORLD, -1)[1] for output in outputs]
+        values = [torch.rand(size, device=DEVICE) for size in sizes]
+        with network(100e9) as emulation:
+            for _ in range(2):  # the first builds the kernel
+                for place, value in zip(own, values, strict=True):
+                    place.copy_(value)
+                emulation.links_of(DEVICE).delay(5e-3)
+                with emulation.measure(DEVICE) as measured:
+                    versions.all_gather_grouped(outputs, own, dist.group.WORLD).wait()
+        for output, value in zip(outputs, values, strict=True):
+            assert torch.equal(output.view(WORLD, -1), value.expand(WORLD, -1))
+        (message,) = measured.messages
+        assert abs(message.seconds / message.modelled_s - 1) < ERROR, message
+
+
+def test_long_transfers_leave_the_multiprocessors_to_compute() -> None:
+    """Products beside a transfer of their length take hardly longer than alone."""
+    matrix = torch.randn((8192, 8192), device=DEVICE, dtype=torch.bfloat16)
+
+    def products() -> float:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        ended.record()
+        torch.cuda.synchronize()
+        return began.elapsed_time(ended)
+
+    whole = torch.zeros(1024 * MIB // 4, device=DEVICE)
+    with network(30e9) as emulation:  # 31 ms, longer than the products
+        dist.all_reduce(whole)
+        alone, beside = [], []
+        for _ in range(8):
+            alone.append(products())
+            work = dist.all_reduce(whole, async_op=True)
+            beside.append(products())
+            work.wait()
+            torch.cuda.synchronize()
+        assert emulation.links_of(DEVICE).host_rate > 0
+    assert statistics.median(beside) < 1.03 * statistics.median(alone), (alone, beside)
+
+
 def test_groups_that_share_a_link_share_its_time() -> None:
     """Two equal gathers at once over one link take as long as one after the other; over links of
     their own they take as long as one.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.cli import main
 from shardwise.comms import versions
 from shardwise.comms.emulated import Network, Transfer, emulate
+from shardwise.comms.emulated_device import LAST_S, LONG_S, Move, bytes_to_host, places_of
 from shardwise.comms.emulated_exposure import merge, overlap
 from shardwise.comms.emulated_links import HostLinks
 from shardwise.description.cluster import Cluster
@@ -183,13 +188,91 @@ def test_a_free_network_delivers_and_takes_no_time() -> None:
     assert measured.exposed_s < 1e-3
 
 
+def test_a_grouped_gather_is_one_message() -> None:
+    with joined(1, 4), emulate(Network(bandwidth=1e9, latency=1e-3)) as emulation:
+        full = torch.zeros(20)
+        outputs, own = [full[:8], full[8:]], [full[2:4], full[11:14]]  # rank 1's, in their places
+        own[0].copy_(torch.tensor([1.0, 2.0]))
+        own[1].copy_(torch.tensor([3.0, 4.0, 5.0]))
+        with emulation.measure(CPU) as measured:
+            versions.all_gather_grouped(outputs, own, dist.group.WORLD).wait()
+    assert full.tolist() == [1.0, 2.0] * 4 + [3.0, 4.0, 5.0] * 4
+    assert emulation.calls == {"all_gather": 1} and emulation.sent["all_gather"] == 80
+    (message,) = measured.messages
+    assert message.modelled_s == pytest.approx(1e-3 + 80 * 3 / 4 / 1e9)
+
+
+def test_every_gather_mode_meets_the_network() -> None:
+    """And sends the same bytes, whatever the calls."""
+    sent = {}
+    for mode in ("packed", "grouped", "each"):
+        with stepping("shardwise", Plan.of("zero3", 4, gather=mode)) as (emulation, _):
+            sent[mode] = emulation.sent["all_gather"], emulation.calls["all_gather"]
+    assert sent["packed"] == sent["grouped"] and sent["each"][0] == sent["packed"][0]
+    assert sent["each"][1] > sent["packed"][1]
+
+
 def test_names_and_models_are_as_before_when_it_closes() -> None:
-    before = dist.all_reduce, getattr(dist, versions.ALL_GATHER), DistributedDataParallel.forward
+    def replaced() -> tuple[object, ...]:
+        single = dist.all_reduce, getattr(dist, versions.ALL_GATHER)
+        return *single, versions.all_gather_grouped, DistributedDataParallel.forward
+
+    before = replaced()
     with joined(0, 2):
         with pytest.raises(KeyError), emulate(Network()):
             raise KeyError
-        after = dist.all_reduce, getattr(dist, versions.ALL_GATHER), DistributedDataParallel.forward
+        after = replaced()
     assert before == after
+
+
+# What a GPU runs, in Triton's interpreter
+
+
+def test_where_the_moves_of_a_grouped_gather_read_and_write() -> None:
+    full, master = torch.zeros(100), torch.zeros(40)
+    pairs = [(full[8:24], master[:4]), (full[48:80], master[10:18])]
+    moves = [Move(target, source, 4, source, 0, (0, 0)) for target, source in pairs]
+    assert places_of(moves) == ((0, 0, 4), (40, 10, 8))
+
+
+def test_a_copy_to_the_host_ends_before_the_transfer_does() -> None:
+    rate = 5e10
+    for seconds in (LONG_S, 1e-3, 0.1):
+        assert 0.8 * seconds < bytes_to_host(seconds, rate) / rate < seconds - LAST_S
+    assert bytes_to_host(LAST_S / 2, rate) == 0
+
+
+def test_the_kernel_copies_every_piece_into_its_rows() -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    with ProcessPoolExecutor(1, get_context("spawn"), _interpret) as pool:
+        began, full = pool.submit(_deliver).result()
+    assert began == 7  # the moment was noted
+    rows = torch.tensor(full)
+    assert torch.equal(rows[:80].view(4, 20), torch.arange(20.0).expand(4, 20))
+    assert torch.equal(rows[80:132].view(4, 13), torch.arange(30.0, 43.0).expand(4, 13))
+    assert torch.equal(rows[132:], torch.full((5,), -1.0))
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _deliver() -> tuple[int, list[float]]:
+    """Two pieces, 20 and 13 elements, into 4 rows each, by three blocks; the clock stands at 7."""
+    import triton.language as tl
+
+    from shardwise.comms import emulated_kernels
+
+    emulated_kernels.globaltimer = lambda: tl.full((), 7, tl.int64)
+    source, full = torch.arange(64.0), torch.full((137,), -1.0)
+    places = torch.tensor([[0, 0, 20], [80, 30, 13]])
+    began, loads = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    emulated_kernels.deliver[(3,)](
+        full, source, places, 2, 4, loads, loads, began, 0.0, 0.0,
+        BLOCK=8, LINKS=4, NOTES=True, ALIGNED=False,
+    )  # fmt: skip
+    return int(began), full.tolist()
 
 
 # Engines on it

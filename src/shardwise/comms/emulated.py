@@ -3,8 +3,8 @@
 While `emulate(network)` is open, torch.distributed's collectives copy what would arrive (own shard
 repeated into a gather's output, own part of a reduce), take the modelled time on one stream per
 group, and return work whose `wait()` orders streams without blocking the host. Both engines look
-these functions up in `torch.distributed` at each call, so both meet the same network;
-DistributedDataParallel issues from C++, so it gets a communication hook that does.
+these functions up in `torch.distributed` at each call, so both meet the same network. Grouped
+gathers go by `versions`; DistributedDataParallel issues from C++, so it gets a communication hook.
 
 The values are fabricated: read no loss from them, and label every figure `emulated`.
 docs/emulation.md says what is modelled and what is not.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
+from shardwise.comms import versions
 from shardwise.comms.emulated_ddp import hook_ddp
 from shardwise.comms.emulated_device import DeviceLinks, Mode, Move
 from shardwise.comms.emulated_exposure import DeviceRecorder, Exposure, HostRecorder, Note
@@ -33,7 +34,6 @@ from shardwise.comms.emulated_links import (
     NetworkModel,
     Transfer,
 )
-from shardwise.comms.versions import current_stream
 
 __all__ = ["Emulation", "Mode", "Network", "NetworkModel", "Transfer", "emulate"]
 
@@ -64,7 +64,7 @@ class EmulatedWork(Work):
             self.emulation.wait_on_host(self.flow)
         else:
             assert self.arrived is not None
-            current_stream(self.device).wait_event(self.arrived)
+            versions.current_stream(self.device).wait_event(self.arrived)
         if not self.waited_for:
             self.waited_for = True
             self.idle.append(self)
@@ -104,10 +104,16 @@ class Emulation:
         group: Any = None,
         async_op: bool = False,
     ) -> Work | None:
-        output, source = output_tensor.view(-1), input_tensor.reshape(-1)
-        size = output.numel()
-        move = Move(output, source, dist.get_world_size(group), source, size, (0, size))
-        return self._run("all_gather", output, move, group, async_op)
+        move = _gathers(output_tensor.view(-1), input_tensor.reshape(-1), group)
+        return self._run("all_gather", [move], group, async_op)
+
+    def all_gather_grouped(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
+    ) -> Work | None:
+        """Many gathers that take the time of one."""
+        pairs = zip(outputs, inputs, strict=True)
+        moves = [_gathers(output, source, group) for output, source in pairs]
+        return self._run("all_gather", moves, group, async_op=True)
 
     def reduce_scatter(
         self,
@@ -121,7 +127,7 @@ class Emulation:
         part, rank = own.numel(), dist.get_rank(group)
         kept = (rank * part, rank * part + part)
         move = Move(own, whole[kept[0] : kept[1]], 1, whole, whole.numel(), kept)
-        return self._run("reduce_scatter", whole, move, group, async_op)
+        return self._run("reduce_scatter", [move], group, async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
@@ -129,7 +135,7 @@ class Emulation:
         size = tensor.numel()
         # Twice round the ring: a kernel that moves the data reads it twice.
         move = Move(tensor, tensor, 0, tensor, 2 * size, (0, size))
-        return self._run("all_reduce", tensor, move, group, async_op)
+        return self._run("all_reduce", [move], group, async_op)
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[Exposure]:
@@ -167,11 +173,9 @@ class Emulation:
             self._transfers[key] = self.network.transfer(collective, nbytes, self._ranks_of(group))
         return self._transfers[key]
 
-    def _run(
-        self, name: str, message: torch.Tensor, move: Move, group: Any, async_op: bool
-    ) -> Work | None:
-        """Queue the copy, and the time of the whole message."""
-        nbytes = message.numel() * message.element_size()
+    def _run(self, name: str, moves: Sequence[Move], group: Any, async_op: bool) -> Work | None:
+        """Queue the copies, and the time of the whole message."""
+        nbytes = sum(move.nbytes for move in moves)
         self.calls[name] += 1
         self.sent[name] += nbytes
         group = group or dist.group.WORLD
@@ -183,17 +187,23 @@ class Emulation:
             self._recorder.notes.append(note)
         # Autograd does not record a collective.
         with torch.no_grad():
-            if message.is_cuda:
-                work = self._on_device(group, message.device, move, transfer, note)
+            device = moves[0].target.device
+            if device.type == "cuda":
+                work = self._on_device(group, device, moves, transfer, note)
             else:
-                work = self._on_host(group, move, transfer, note)
+                work = self._on_host(group, moves, transfer, note)
         if async_op:
             return work
         work.wait()
         return None
 
     def _on_device(
-        self, group: Any, device: torch.device, move: Move, transfer: Transfer, note: Note | None
+        self,
+        group: Any,
+        device: torch.device,
+        moves: Sequence[Move],
+        transfer: Transfer,
+        note: Note | None,
     ) -> EmulatedWork:
         links = self.links_of(device)
         work = EmulatedWork.start(self, device)
@@ -201,16 +211,17 @@ class Emulation:
         began = None
         if note is not None and isinstance(self._recorder, DeviceRecorder):
             began = note.start = self._recorder.mark()
-        links.run(group, move, transfer, work.arrived, began, self.mode)
+        links.run(group, moves, transfer, work.arrived, began, self.mode)
         if began is not None and note is not None and isinstance(self._recorder, DeviceRecorder):
             note.end = self._recorder.mark()
             note.end.record(links.lane(group).stream)
         return work
 
     def _on_host(
-        self, group: Any, move: Move, transfer: Transfer, note: Note | None
+        self, group: Any, moves: Sequence[Move], transfer: Transfer, note: Note | None
     ) -> EmulatedWork:
-        move.run()
+        for move in moves:
+            move.run()
         work = EmulatedWork.start(self, torch.device("cpu"))
         taken = transfer if self.mode == "network" else NO_TIME
         work.flow = self._host.add(time.perf_counter(), group, taken)
@@ -241,11 +252,19 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
     }
     # Which of the names exist depends on torch's version.
     originals = {name: getattr(dist, name) for name in replaced if hasattr(dist, name)}
+    grouped = versions.all_gather_grouped
     for name in originals:
         setattr(dist, name, replaced[name])
+    versions.all_gather_grouped = emulation.all_gather_grouped
     try:
         with hook_ddp():
             yield emulation
     finally:
+        versions.all_gather_grouped = grouped
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:
+    size = output.numel()
+    return Move(output, source, dist.get_world_size(group), source, size, (0, size))

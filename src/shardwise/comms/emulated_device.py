@@ -1,17 +1,22 @@
 """The emulated network on a GPU: every group has a stream on which its collectives follow one
-another, each one kernel that takes the modelled time while it copies what arrives.
+another, each a kernel that takes the modelled time while it copies what arrives.
 
     group's stream   waits for the caller | block 0 watches the clock and the links | arrived
                                           | the other blocks copy                   |
 
 The kernel knows which transfers move over its links at each moment (`emulated_kernels`), so sharing
 needs no host. The streams have priority: a network does not queue behind matrix products.
+
+A block that only waits still keeps large matrix products off its multiprocessor. So a long transfer
+that shares no link waits by a copy to the host for most of its time, which takes none:
+
+    group's stream   waits | block 0 notes the time, the others copy | to the host | the last bit
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -29,12 +34,15 @@ COPY_BYTES = 1024  # that one warp copies at a time
 COPIERS = 4  # warps for each multiprocessor
 CHUNK = 4096  # elements that a block of the occupying kernel moves at a time
 PROBE_S = 200e-6  # modelled time of the collectives that show what stream and launch add
+LONG_S = 150e-6  # transfers from here on wait by a copy to the host
+LAST_S, LAST_PART = 20e-6, 0.04  # of a long transfer that a kernel waits: the copy is not exact
+HOST_BYTES = 2**26  # that one copy to the host takes
 _FIRST = -1  # the higher of a stream's two priorities
 
 
 @dataclass(frozen=True)
 class Move:
-    """The copy a collective makes: the flat source into each of `rows` rows of the flat target.
+    """A copy that a collective makes: the flat source into each of `rows` rows of the flat target.
 
     A kernel that moves the whole message (`carry`) is told of it by the rest: element i of `total`
     is whole[i % len(whole)], and those in `kept` reach the target.
@@ -47,11 +55,33 @@ class Move:
     total: int
     kept: tuple[int, int]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the message: what a gather gives, what the others take."""
+        return max(self.target.nbytes, self.whole.nbytes)
+
     def run(self) -> None:
         """With a plain copy."""
         if self.rows:
             rows = self.target.view(self.rows, -1)
             rows.copy_(self.source.reshape(1, -1).expand_as(rows))
+
+
+Places = tuple[tuple[int, int, int], ...]
+
+
+def places_of(moves: Sequence[Move]) -> Places:
+    """Where each move writes and reads, in elements from where the first one does, and how many."""
+    size = moves[0].source.element_size()
+    target, source = moves[0].target.data_ptr(), moves[0].source.data_ptr()
+    return tuple(
+        (
+            (move.target.data_ptr() - target) // size,
+            (move.source.data_ptr() - source) // size,
+            move.source.numel(),
+        )
+        for move in moves
+    )
 
 
 class DeviceLinks:
@@ -69,18 +99,22 @@ class DeviceLinks:
         self._names: list[str] = []
         self._uses: dict[tuple[tuple[str, float], ...], torch.Tensor] = {}
         self._lanes: dict[Hashable, _Lane] = {}
-        # Seconds that events and the launch add to every collective.
+        self._places: dict[Places, tuple[torch.Tensor, bool]] = {}
+        self._host: torch.Tensor | None = None
+        # Seconds that events and the launch add to every collective, and bytes per second to the
+        # host; 0: no transfer waits by a copy.
         self._overhead = measure_overhead(device) if overhead is None else overhead
+        self.host_rate = measure_host_rate(device) if overhead is None else 0.0
 
     def lane(self, group: Hashable) -> _Lane:
         if group not in self._lanes:
-            self._lanes[group] = _Lane(self.device)
+            self._lanes[group] = _Lane(self.device, len(self._lanes))
         return self._lanes[group]
 
     def run(
         self,
         group: Hashable,
-        move: Move,
+        moves: Sequence[Move],
         transfer: Transfer,
         arrived: torch.cuda.Event,
         began: torch.cuda.Event | None = None,
@@ -96,12 +130,12 @@ class DeviceLinks:
         torch.cuda.set_stream(lane.stream)
         try:
             if mode == "network":
-                self._take(move, transfer)
+                self._take(lane, moves, transfer)
             else:
-                self._deliver(move, NO_TIME)
+                self._deliver(moves, NO_TIME)
                 if mode == "unwaited":
                     torch.cuda.set_stream(lane.fork())
-                    self._run_on(move, transfer)
+                    self._run_on(lane, moves, transfer)
         finally:
             torch.cuda.set_stream(caller)
         arrived.record(lane.stream)
@@ -110,32 +144,48 @@ class DeviceLinks:
         """Keep the current stream busy for that long, with one warp."""
         self._hold(Transfer(seconds + self._overhead, 0.0))
 
-    def _take(self, move: Move, transfer: Transfer) -> None:
+    def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
         if self.occupancy and transfer.seconds:
-            self._carry(move, transfer, move.kept)
+            self._carry(moves, transfer)
+        elif self._waits_by_copy(lane, transfer):
+            self._deliver(moves, transfer, lane.began)
+            self._wait_by_copy(lane, moves, transfer)
         else:
-            self._deliver(move, transfer)
+            self._deliver(moves, transfer)
 
-    def _run_on(self, move: Move, transfer: Transfer) -> None:
-        """The collective's kernel without its data: who holds the buffers by then is unknown, so
-        they may be read at most.
+    def _run_on(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
+        """The collective without its data: who holds the buffers by then is unknown, so they may be
+        read at most.
         """
         if self.occupancy and transfer.seconds:
-            self._carry(move, transfer, (0, 0))
+            self._carry(moves, transfer, keeps=False)
+        elif self._waits_by_copy(lane, transfer):
+            self._note(lane.began)
+            self._wait_by_copy(lane, moves, transfer)
         else:
             self._hold(transfer)
 
-    def _deliver(self, move: Move, transfer: Transfer) -> None:
-        if not move.rows:
-            self._hold(transfer)
+    def _deliver(
+        self, moves: Sequence[Move], transfer: Transfer, began: torch.Tensor | None = None
+    ) -> None:
+        """Copy, and take the transfer's time or note in `began` when it began."""
+        first = moves[0]
+        if not first.rows:
+            if began is None:
+                self._hold(transfer)
+            else:
+                self._note(began)
             return
         fixed, moving = self._nanoseconds(transfer)
-        row, block = move.source.numel(), COPY_BYTES // move.source.element_size()
-        copiers = min(self._copiers, -(-row // block))
+        places, aligned = self._places_of(moves)
+        block = COPY_BYTES // first.source.element_size()
+        longest = max(move.source.numel() for move in moves)
+        copiers = min(self._copiers, -(-longest // block))
         _kernels().deliver[(1 + copiers,)](
-            move.target, move.source, move.rows, row,
-            self._loads, self._uses_of(transfer), fixed, moving,
-            BLOCK=block, LINKS=MOST_LINKS, num_warps=1, maxnreg=32,
+            first.target, first.source, places, len(moves), first.rows,
+            self._loads, self._uses_of(transfer), self._loads if began is None else began,
+            fixed, moving, BLOCK=block, LINKS=MOST_LINKS, NOTES=began is not None, ALIGNED=aligned,
+            num_warps=1, maxnreg=32,
         )  # fmt: skip
 
     def _hold(self, transfer: Transfer) -> None:
@@ -145,13 +195,48 @@ class DeviceLinks:
             LINKS=MOST_LINKS, num_warps=1, maxnreg=32,
         )  # fmt: skip
 
-    def _carry(self, move: Move, transfer: Transfer, kept: tuple[int, int]) -> None:
+    def _carry(self, moves: Sequence[Move], transfer: Transfer, keeps: bool = True) -> None:
+        """Each of the moves in its part of the time."""
         fixed, moving = self._nanoseconds(transfer)
-        _kernels().carry[(self.occupancy,)](
-            move.target, move.whole, move.whole.numel(), move.total, *kept,
-            self._loads, self._uses_of(transfer), fixed, moving,
-            CHUNK=CHUNK, LINKS=MOST_LINKS, num_warps=16,
-        )  # fmt: skip
+        total = sum(move.total for move in moves)
+        for move in moves:
+            _kernels().carry[(self.occupancy,)](
+                move.target, move.whole, move.whole.numel(), move.total,
+                *(move.kept if keeps else (0, 0)),
+                self._loads, self._uses_of(transfer), fixed, moving * (move.total / total),
+                CHUNK=CHUNK, LINKS=MOST_LINKS, num_warps=16,
+            )  # fmt: skip
+            fixed = 0.0
+
+    def _waits_by_copy(self, lane: _Lane, transfer: Transfer) -> bool:
+        """One group's may: two copies at once would slow each other."""
+        alone = lane.index == 0 and not transfer.uses
+        return alone and self.host_rate > 0 and transfer.seconds >= LONG_S
+
+    def _wait_by_copy(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
+        """Until the time since `began` is over, most of it by copying the message to the host."""
+        if self._host is None:
+            self._host = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+        seconds = transfer.seconds - self._overhead
+        left = bytes_to_host(seconds, self.host_rate)
+        message = max(moves[0].target, moves[0].whole, key=torch.Tensor.numel)
+        message = message.view(-1).view(torch.uint8)
+        while left > 0:
+            count = min(left, message.numel(), HOST_BYTES)
+            self._host[:count].copy_(message[:count], non_blocking=True)
+            left -= count
+        _kernels().hold_until[(1,)](lane.began, seconds * 1e9, num_warps=1, maxnreg=32)
+
+    def _note(self, began: torch.Tensor) -> None:
+        _kernels().note[(1,)](began, num_warps=1)
+
+    def _places_of(self, moves: Sequence[Move]) -> tuple[torch.Tensor, bool]:
+        """The places on the device, and whether all are multiples of 16 elements."""
+        places = places_of(moves)
+        if places not in self._places:
+            table = torch.tensor(places, dtype=torch.int64).to(self.device)
+            self._places[places] = table, all(i % 16 == 0 for place in places for i in place)
+        return self._places[places]
 
     def _nanoseconds(self, transfer: Transfer) -> tuple[float, float]:
         """What the kernel is to take: the modelled time less what the stream adds to it."""
@@ -180,7 +265,9 @@ class DeviceLinks:
 class _Lane:
     """The streams of one group, and the events that order them; made once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, index: int) -> None:
+        self.index = index
+        self.began = torch.zeros(1, dtype=torch.int64, device=device)  # of the transfer under way
         self.stream = torch.cuda.Stream(device, priority=_FIRST)
         self._beside = torch.cuda.Stream(device, priority=_FIRST)
         self._moment, self._begin = torch.cuda.Event(), torch.cuda.Event()
@@ -211,11 +298,36 @@ def measure_overhead(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         links.delay(3e-3)
         for began, ended in marks:
-            links.run("probe", move, probe, torch.cuda.Event(), began)
+            # As in a step: the caller waits for one before it issues the next.
+            arrived = torch.cuda.Event()
+            links.run("probe", [move], probe, arrived, began)
             ended.record(links.lane("probe").stream)
+            current_stream(device).wait_event(arrived)
         torch.cuda.synchronize(device)
         taken = [began.elapsed_time(ended) / 1e3 for began, ended in marks]
     return max(0.0, statistics.median(taken) - PROBE_S)
+
+
+@cache
+def measure_host_rate(device: torch.device) -> float:
+    """Bytes per second that a copy to pinned memory moves."""
+    host = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
+    source = torch.zeros(HOST_BYTES, dtype=torch.uint8, device=device)
+    rates = []
+    for _ in range(5):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(4):
+            host.copy_(source, non_blocking=True)
+        ended.record()
+        torch.cuda.synchronize(device)
+        rates.append(4 * HOST_BYTES / (began.elapsed_time(ended) / 1e3))
+    return statistics.median(rates)
+
+
+def bytes_to_host(seconds: float, rate: float) -> int:
+    """How many take all of `seconds` but the last bit, which a kernel waits by the clock."""
+    return max(0, int(rate * (seconds * (1 - LAST_PART) - LAST_S)))
 
 
 @cache

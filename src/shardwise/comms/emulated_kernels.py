@@ -78,34 +78,62 @@ def hold(loads, uses, fixed_ns, moving_ns, LINKS: tl.constexpr):
 
 
 @triton.jit
+def note(began):
+    """The moment, for a `hold_until`."""
+    tl.store(began, globaltimer())
+
+
+@triton.jit
+def hold_until(began, nanoseconds):
+    """Until so long after the moment that `note` or `deliver` wrote."""
+    left = tl.load(began) + nanoseconds.to(tl.int64) - globaltimer()
+    _wait(left)
+
+
+@triton.jit(do_not_specialize=["pieces", "rows"])
 def deliver(
     target,
     source,
+    places,
+    pieces,
     rows,
-    row,
     loads,
     uses,
+    began,
     fixed_ns,
     moving_ns,
     BLOCK: tl.constexpr,
     LINKS: tl.constexpr,
+    NOTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """The first block takes the transfer's time. The others meanwhile copy the source, `row`
-    elements, into each of `rows` rows of the target. Blocks of one warp and few registers find
-    room beside a matrix product's; larger ones would wait for its end.
+    """The first block takes the transfer's time, or notes the moment for a `hold_until`. The others
+    meanwhile copy every piece of the source into `rows` rows of the target, one after the other:
+    `places` has for each piece where its rows begin in the target, where it begins in the source,
+    and its elements. Blocks of one warp and few registers find room beside a matrix product's;
+    larger ones would wait for its end.
     """
     block = tl.program_id(0)
     if block == 0:
-        _take_time(loads, uses, fixed_ns, moving_ns, LINKS)
+        if NOTES:
+            tl.store(began, globaltimer())
+        else:
+            _take_time(loads, uses, fixed_ns, moving_ns, LINKS)
     else:
         step = (tl.num_programs(0) - 1) * BLOCK
-        for start in range((block - 1) * BLOCK, row, step):
-            i = start + tl.arange(0, BLOCK)
-            values = tl.load(source + i, mask=i < row)
-            place = target + i
-            for _ in range(rows):
-                tl.store(place, values, mask=i < row)
-                place += row
+        for piece in range(pieces):
+            to, read = tl.load(places + 3 * piece), tl.load(places + 3 * piece + 1)
+            row = tl.load(places + 3 * piece + 2)
+            if ALIGNED:
+                to, read = tl.multiple_of(to, 16), tl.multiple_of(read, 16)
+                row = tl.multiple_of(row, 16)
+            for start in range((block - 1) * BLOCK, row, step):
+                i = start + tl.arange(0, BLOCK)
+                values = tl.load(source + read + i, mask=i < row)
+                place = target + to + i
+                for _ in range(rows):
+                    tl.store(place, values, mask=i < row)
+                    place += row
 
 
 @triton.jit(do_not_specialize=["source_size", "total", "keep_from", "keep_to"])

@@ -10,10 +10,8 @@ from shardwise.description.collectives import Members
 from shardwise.planning.schedule import Work, rounded
 from shardwise.planning.schedule_reduce import Reducer
 from shardwise.planning.schedule_step import StepSchedule, UnitState
+from shardwise.planning.strategies import choose_gather
 from shardwise.timeline import COMPUTE
-
-# gloo: from this mean size of a tensor on, each one has a call of its own (sharding/route.py).
-EACH_FROM_BYTES = 2**20
 
 
 @dataclass
@@ -94,7 +92,7 @@ class EngineSchedule(StepSchedule):
             return
         unit.stale, unit.gathered = False, True
         b, full, n = self.b, unit.sizes.full, self.plan.shard
-        mode = self._gather_mode(unit)
+        mode = choose_gather(self.plan.gather, unit.count, full, self.costs.streams)
         stages = mode == "packed" and n > 1
         b.engine_work("gather", unit.name, phase)
         if self.costs.streams or not stages:
@@ -125,14 +123,6 @@ class EngineSchedule(StepSchedule):
             done = (unit.arrives,)
             unit.arrives = b.copy("copy-out", unit.name, phase, "gather", 2 * full, done)
             b.hold("temporary", -staging)
-
-    def _gather_mode(self, unit: UnitState) -> str:
-        if unit.count <= 1:
-            return "each"
-        if self.plan.gather != "auto":
-            return self.plan.gather
-        large = unit.sizes.full / unit.count >= EACH_FROM_BYTES
-        return "each" if large and not self.costs.streams else "packed"
 
     def _regathers_kept(self, unit: UnitState, phase: str) -> int:
         """The size of the smaller group that holds the unit since forward, or 0."""

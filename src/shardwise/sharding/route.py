@@ -11,12 +11,9 @@ import torch
 
 from shardwise.comms.real import DONE, All, Group, Handle
 from shardwise.planning.placement import Layout, Rows
+from shardwise.planning.strategies import choose_gather
 
 Unpack = Callable[[], None]
-
-# From this mean size of a tensor on, gathering straight into place pays. gloo, measured on 2 ranks
-# (`shardwise bench gather`), one call each: 1.8 times the packed step at 256 KiB, 0.78 at 1 MiB.
-IN_PLACE_FROM_BYTES = 2**20
 
 
 def nothing_to_unpack() -> None:
@@ -68,19 +65,11 @@ class Route:
         self.mode = self._choose(mode)
         self.stages = self.mode == "packed" and group.size > 1
 
-    def _choose(self, mode: str) -> str:
-        """One parameter is gathered straight into place. `auto` packs, except large tensors on a
-        CPU, where a copy-out costs the host more than calls of their own.
-        """
+    def _choose(self, asked: str) -> str:
         if self.scattered or self.custom is not None:
             return "packed"
-        if len(self.parts) <= 1:
-            return "each"
-        if mode != "auto":
-            return mode
-        mean = self.full.numel() * self.full.element_size() / len(self.parts)
-        large = mean >= IN_PLACE_FROM_BYTES
-        return "each" if large and self.full.device.type == "cpu" else "packed"
+        streams = self.full.device.type != "cpu"
+        return choose_gather(asked, len(self.parts), self.full.nbytes, streams)
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""
