@@ -197,7 +197,9 @@ def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
         },
     ]  # fmt: skip
     sweep = [{"accumulate": 1, "ratio": 1, "speedup": 1.0}]
-    path.write_text(json.dumps({"rows": rows, "sweep": sweep}))
+    measured = {"torch": "2.11", "commit": "c0ffee", "cpu": "x", "gpu": "G1"}
+    held = {"environment": measured, "command": "earlier", "rows": rows, "sweep": sweep}
+    path.write_text(json.dumps(held))
     arguments = ["bench", "accuracy", "--simulated", "--json", str(path), "--docs", str(page)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
@@ -205,6 +207,8 @@ def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
     text = page.read_text()
     assert "| seed 000 | hsdp | 99.0 ms | 100.0 ms | -1.0% |" in text
     assert "order" in text and "accuracy.svg" in text and "| 1 | 1.000 |" in text
+    # Nothing was measured anew, so the page tells of the run that did.
+    assert "Seeds (simulated) and One GPU: G1, torch 2.11, commit c0ffee." in text
     assert (tmp_path / "accuracy.svg").read_text() == draw_plot(rows)
     assert "&lt;a&gt;" in draw_plot(rows)
     write_docs(page, {"rows": [], "environment": {"torch": "t", "commit": "c", "cpu": "x"}})

@@ -30,7 +30,7 @@ is better. `cpu` is the time until the step's call returns, `memory` the peak of
 examples:
   shardwise bench step --against torch
   shardwise bench step --cases fake8 --strategies zero3 --steps 100
-  shardwise bench step --cases h200 --json benchmarks/step-h200.json
+  shardwise bench step --cases h200 --json step-h200.json
   shardwise bench step --through fully_shard
   shardwise bench step --quick            every path in seconds; its figures mean nothing
 """
@@ -80,8 +80,8 @@ def add_parser(subparsers: Any) -> None:
         "--through",
         choices=["plan", "fully_shard"],
         default="plan",
-        help="how shardwise is used: by a Plan with its flat optimizer, or by torch's own program "
-        "with the import of fully_shard changed (default: plan)",
+        help="how shardwise is used: by a Plan, or by torch's own program with only the import of "
+        "fully_shard changed (default: plan)",
     )
     step.add_argument("--steps", type=int, metavar="N", help="timed steps of each candidate")
     step.add_argument("--quick", action="store_true", help="two blocks, four steps: a trial run")

@@ -1,7 +1,7 @@
 """The gather benchmark: a step's time by gather mode and tensor size.
 
-It decides what `gather="auto"` means on gloo (`sharding/route.py`): two real CPU ranks, blocks of
-eight equal matrices under zero3, forward and backward, the modes in turn. A gather alone would
+It decides what `gather="auto"` means on gloo (`planning/strategies.py`): two real CPU ranks, blocks
+of eight equal matrices under zero3, forward and backward, the modes in turn. A gather alone would
 mislead: what counts is how much of it hides behind compute.
 """
 
@@ -11,6 +11,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,18 @@ MODES = ("packed", "each")
 WIDTHS = (16, 32, 64, 128, 256, 512, 1024)  # of square fp32 matrices: 1 KiB to 4 MiB
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
+def measure(rounds: int, widths: Sequence[int] = WIDTHS) -> list[dict[str, Any]]:
     """One row for every tensor size: the median milliseconds of each mode."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_measure_on_rank, args=(rounds, folder), nprocs=WORLD)
+        torch.multiprocessing.spawn(_measure_on_rank, args=(rounds, widths, folder), nprocs=WORLD)
         return json.loads((Path(folder) / "answer.json").read_text())
 
 
-def _measure_on_rank(rank: int, rounds: int, folder: str) -> None:
+def _measure_on_rank(rank: int, rounds: int, widths: Sequence[int], folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    rows = [_measure_width(width, rounds) for width in WIDTHS]
+    rows = [_measure_width(width, rounds) for width in widths]
     if rank == 0:
         (Path(folder) / "answer.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -76,5 +77,6 @@ def _build(width: int, mode: str) -> nn.Module:
     def block() -> nn.Module:
         return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(TENSORS)])
 
+    torch.manual_seed(0)
     model = nn.Sequential(*[block() for _ in range(BLOCKS)])
     return shard(model, Plan.of("zero3", mesh=WORLD, gather=mode))

@@ -103,7 +103,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
     if arguments.docs is not None:
         write_docs(
             arguments.docs,
-            {"environment": environment, "rows": results.rows, "sweep": results.sweep},
+            {"environment": results.environment, "rows": results.rows, "sweep": results.sweep},
             *(json.loads(path.read_text()) for path in arguments.beside),
         )
 

@@ -14,18 +14,18 @@ Row = dict[str, Any]
 _HEAD = """\
 # How well the planner predicts
 
-Written by `shardwise bench accuracy`; do not edit. Predictions of seeds use nothing of the figures
-they are compared with: one GPU's micro-batch times, cluster constants with their sources
-(`src/shardwise/description/clusters`), and the models' sizes. Predictions on a GPU use copies and
-a host that were timed alone in the same run, and the kernels of the described model: they are
-replayed in the step's order without the engine, amid as many copies and pauses as the step is
-predicted to have, for a second until the GPU's clock has settled under its power limit and for
-another in which they are timed. Steps are timed likewise, and are means over a second. The
-collectives there are emulated (they take a modelled time); `held-out` configurations were fixed
-before the model was corrected with the `build` ones. Two gloo ranks are
-calibrated, predicted and measured in rounds, since a shared machine's speed drifts; their rows are
-medians over the rounds. Rows marked *order* claim their order only: the document gives no shape or
-batch.
+Written by `shardwise bench accuracy`; do not edit. Predictions of seeds (the documents that
+[exercises.md](exercises.md) names) use nothing of the figures they are compared with: one GPU's
+micro-batch times, cluster constants with their sources (`src/shardwise/description/clusters`), and
+the models' sizes. Predictions on a GPU use copies and a host that were timed alone in the same run,
+and the kernels of the described model: they are replayed in the step's order without the engine,
+amid as many copies and pauses as the step is predicted to have, for a second until the GPU's clock
+has settled under its power limit and for another in which they are timed. Steps are timed likewise,
+and are means over a second. The collectives there are emulated (they take a modelled time);
+`held-out` configurations were fixed before the model was corrected with the `build` ones. Two gloo
+ranks are calibrated, predicted and measured in rounds, since a shared machine's speed drifts; their
+rows are medians over the rounds. Rows marked *order* claim their order only: the document gives no
+shape or batch.
 """
 
 
@@ -43,10 +43,19 @@ def write_docs(path: Path, results: dict[str, Any], *others: dict[str, Any]) -> 
         members = [row for row in rows if row.get("set") == group]
         lines += _table(f"One GPU, emulated network, {group}", members)
     lines += _sweep(results.get("sweep", []))
-    for environment in (each["environment"] for each in everything):
+    for each in everything:
+        environment = each["environment"]
         place = environment.get("gpu") or environment.get("cpu")
-        lines += [f"{place}, torch {environment['torch']}, commit {environment['commit']}.", ""]
+        what = " and ".join(dict.fromkeys(map(_part_of, each["rows"])))
+        version = f"torch {environment['torch']}, commit {environment['commit']}"
+        lines += [f"{what}: {place}, {version}.", ""]
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _part_of(row: Row) -> str:
+    if "seed" in row:
+        return "Seeds (simulated)"
+    return "Two gloo ranks" if row.get("set") == "gloo" else "One GPU"
 
 
 def _table(title: str, rows: Sequence[Row]) -> list[str]:

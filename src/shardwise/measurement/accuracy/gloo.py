@@ -223,7 +223,7 @@ def predict_rows(
         rows.append(
             {
                 "case": f"gloo2-{strategy}",
-                "mode": f"{strategy} 1x{RANKS}, {task.shape.describe()}",
+                "mode": f"{strategy} {plan.replicate}x{plan.shard}, {task.shape.describe()}",
                 "set": "gloo",
                 "predicted_ms": timeline.step_ms,
                 "measured_ms": min(times) if task.busy else statistics.median(times),

@@ -37,13 +37,17 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     sweep: list[Row] = field(default_factory=list)
     calibration: dict[str, Any] = field(default_factory=dict)
+    # Of the run that is under way; the two above are those of the newest row.
+    now: tuple[dict[str, Any], str] = field(default_factory=lambda: ({}, ""))
 
     @classmethod
     def open(cls, path: Path | None, environment: dict[str, Any], command: str) -> Results:
         """Take over what an earlier run left in the file."""
         results = cls(path, environment, command)
+        results.now = environment, command
         if path is not None and path.exists():
             held = json.loads(path.read_text(encoding="utf-8"))
+            results.environment, results.command = held["environment"], held["command"]
             results.rows = [row for row in held["rows"] if "error" not in row]
             results.sweep = held.get("sweep", [])
             results.calibration = held.get("calibration", {})
@@ -53,6 +57,7 @@ class Results:
         return any(all(row.get(k) == v for k, v in labels.items()) for row in self.rows)
 
     def add(self, rows: Iterable[Row]) -> None:
+        self.environment, self.command = self.now
         self.rows += rows
         self.write()
 
