@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.measurement.profile.collect import profile
     from shardwise.planning.describe import describe
     from shardwise.planning.plan import Plan
-    from shardwise.planning.search import search
+    from shardwise.planning.search import plan, search
     from shardwise.planning.simulate import simulate
     from shardwise.reporting.api import report
     from shardwise.runtime.api import exposed_seconds, shard
@@ -53,6 +53,7 @@ _HOMES = {
     "local": "runtime.local_step",
     "materialize": "runtime.materialize",
     "microbatches": "runtime.microbatches",
+    "plan": "planning.search",
     "profile": "measurement.profile.collect",
     "record": "comms.recording",
     "register_fsdp_forward_method": "compat",
@@ -82,6 +83,7 @@ __all__ = [
     "local",
     "materialize",
     "microbatches",
+    "plan",
     "profile",
     "record",
     "register_fsdp_forward_method",

@@ -29,6 +29,8 @@ THEMES = (
     "checkpoints",
     "initialisation",
     "composition",
+    "programs",
+    "changes",
     "extensions",
     "misuse",
     "differences",
@@ -49,7 +51,7 @@ def _test_of(theme: str) -> Callable[..., None]:
     @pytest.mark.parametrize(("engine", "case"), chosen)
     def test(engine: str, case: Case, request: pytest.FixtureRequest) -> None:
         ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[case.world])
-        ranks.run(perform, engine, case.function, case.arguments, timeout=40)
+        ranks.run(perform, engine, case.function, case.arguments, timeout=60)
 
     return test
 

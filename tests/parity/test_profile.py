@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.timeline import Timeline
+from tests.parity.dropin.extensions import Cropped
 from tests.parity.planted import (
     AFTER,
     BARE,
@@ -252,3 +253,26 @@ def test_torchs_data_parallel_is_profiled_by_its_blocks(two: Ranks) -> None:
     blocks = [f"module.{i}" for i in range(4)]
     assert {(name, phase) for name in blocks for phase in ("forward", "backward")} <= computed
     assert timeline.overlaps("gloo:all_reduce")
+
+
+def _own_gather() -> dict[str, list[int]]:
+    """A parameter of a class that brings its own all-gather, around a plain tensor."""
+    import torch
+    from torch import nn
+
+    import shardwise as sw
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[0].weight = nn.Parameter(Cropped(model[0].weight.detach().clone()))
+    for layer in model:
+        sw.fully_shard(layer)
+    sw.fully_shard(model)
+    with sw.profile(model, steps=1) as measured:
+        model(torch.ones(8, 64)).sum().backward()
+        measured.step()
+    return dict(measured.timeline.curve(0).roles)
+
+
+def test_parameters_with_their_own_gather_are_profiled(two: Ranks) -> None:
+    for roles in two.run(_own_gather):
+        assert max(roles["parameters"]) >= 2 * 64 * 64 * 4 // 2

@@ -72,6 +72,12 @@ def test_unknown_names_and_files(tmp_path) -> None:
 GOOD = write_cluster(Cluster.load("tpu-v5p"))
 
 
+def test_a_file_that_is_no_text_is_told(tmp_path) -> None:
+    (tmp_path / "c.toml").write_bytes(b"\x80\x81")
+    with pytest.raises(UserError, match="is not text"):
+        Cluster.load(tmp_path / "c.toml")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [

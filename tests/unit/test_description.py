@@ -397,3 +397,8 @@ def test_uneven_work() -> None:
     assert [[work.size_of(g, i) for i in range(2)] for g in range(2)] == [[1, 2], [2, 1]]
     assert work.tokens_per_step(ranks=4, groups=2) == 4 * 3 * 4096
     assert Workload(8, 2, 3).tokens_per_step(ranks=4) == 4 * 2 * 3 * 8
+
+
+def test_only_a_module_can_be_described() -> None:
+    with pytest.raises(UserError, match=r"needs an nn\.Module, got 'tiny'"):
+        describe("tiny", Workload(8))  # type: ignore[arg-type]

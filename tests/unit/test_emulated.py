@@ -416,6 +416,8 @@ def test_the_command_compares_both_engines_and_writes_every_figure(tmp_path) -> 
         (["--mesh", "4", "--batch", "0"], "--batch 0: expected a number"),
         (["--plan", "zero3"], "--mesh or --world is needed"),
         (["--mesh", "4", "--occupancy", "16"], "--occupancy 16 on cpu: expected"),
+        (["--mesh", "4", "--json", "/tmp"], "--json /tmp is a folder"),
+        (["--mesh", "4", "--out", "/proc/new"], "--out /proc/new: "),
         (["--world", "8", "--model", "llama405b", "--plan", "zero2"], "keeps"),
     ],
 )

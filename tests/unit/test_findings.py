@@ -269,6 +269,15 @@ def test_a_step_beyond_its_prediction_says_what_grew():
     assert "shardwise calibrate" in found.change
 
 
+def test_an_optimizer_slower_than_predicted_is_named_before_the_units():
+    def steps(layer, update):
+        spans, at = row(4, layer), 4 * layer
+        return Timeline((*spans, span("update", "", "optimizer", "compute", at, at + update)))
+
+    found = only(find(steps(11, 60), steps(10, 5)), "deviation")
+    assert "is compute, most in the optimizer's step." in found.text
+
+
 def test_when_nothing_stands_out_it_says_so_and_gives_facts():
     timeline = Timeline(tuple(row(6, 10)))
     first, _ = choose(find(timeline, timeline))

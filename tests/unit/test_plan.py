@@ -86,6 +86,28 @@ def test_unknown_json_keys_are_errors() -> None:
         Plan.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "not JSON"),
+        ("[1]", "a Plan is a JSON object"),
+        ('{"name": "zero3"}', r"a Plan needs \['mesh'\]"),
+        ('{"mesh": [1, 2]}', r"a Plan needs \['name'\]"),
+        ('{"name": "zero3", "mesh": 2}', r"mesh is 2, expected \[replicate, shard\]"),
+        ('{"name": "zero3", "mesh": "1x2"}', r"mesh is '1x2', expected \[replicate, shard\]"),
+        ('{"name": "zero3", "mesh": [1, true]}', "Plan.mesh is"),
+        ('{"name": "zero3", "mesh": [1, 2], "cut": "blocks"}', "cut is a JSON object"),
+        ('{"name": "zero3", "mesh": [1, 2], "cut": {"x": 1}}', r"cut has no \['x'\]"),
+        ('{"name": "zero3", "mesh": [1, 2], "units": "all"}', "units is 'all', expected a list"),
+        ('{"name": "zero3", "mesh": [1, 2], "units": [{"name": "a"}]}', "a unit needs"),
+        ('{"name": "zero3", "mesh": [1, 2], "bucket_bytes": true}', "bucket_bytes is True"),
+    ],
+)
+def test_a_plan_file_edited_wrongly_is_told(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Plan.from_json(text)
+
+
 def names_of(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
     return {u.name: [p.name for p in u.parameters] for u in plan.resolve(model).require_units()}
 

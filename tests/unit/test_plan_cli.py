@@ -51,11 +51,41 @@ def test_the_written_plan_fits_the_trainer_s_model(tmp_path: Path) -> None:
         ([*ASK, "--compute-dtype", "float17"], "--compute-dtype"),
         ([*ASK, "--out", "/no/such/folder/plan.json"], "no folder"),
         (["plan", "--exercise", "nothing"], "unknown exercise"),
+        ([*ASK, "--world", "0"], "world is 0, expected a whole number of at least 1"),
+        ([*ASK[:5], "--sequence", "0"], "sequence is 0"),
+        ([*ASK, "--tokens", "-8"], "tokens is -8"),
+        ([*ASK, "--budget-gb", "nan"], "budget_gb is nan, expected a number above 0"),
+        ([*ASK, "--top", "0"], "--top 0: expected at least 1"),
+        ([*ASK, "--out", "/"], "is a folder"),
+        ([*ASK, "--what-if", "contention=7"], "contention is 7.0"),
+        ([*ASK, "--what-if", "memory_gb=-3"], "--what-if memory_gb=-3: memory_gb is -3.0"),
+        ([*ASK, "--what-if", "world=16,tokens=8"], "several changes are given as"),
+        ([*ASK, "--what-if", "compute_dtype=int3"], "float32, bfloat16"),
+        ([*ASK, "--what-if", "=4"], "expected KEY=VALUE"),
+        ([*ASK, "--what-if", "seq=1000"], "multiple of 8000, such as 16000"),
+        ([*ASK, "--what-if", "model=tyny"], "did you mean 'tiny'"),
+        (
+            [
+                "plan",
+                "--model",
+                "tiny",
+                "--tokens",
+                "14336",
+                "--world",
+                "7",
+                "--strategies",
+                "hsdp",
+            ],
+            "hsdp has no mesh on 7 ranks",
+        ),
+        ([*ASK, "--budget-gb", "0.001", "--strategies", "zero3"], "which needs a limit of"),
     ],
 )
 def test_wrong_input_says_what_to_do(arguments: list[str], words: str, capsys) -> None:
     assert main(arguments) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert words in said.err
+    assert not said.out  # told before anything is searched, and once
 
 
 def test_exercises_are_listed_and_shown(capsys) -> None:
@@ -75,3 +105,35 @@ def test_what_if_changes_the_question() -> None:
     assert cluster.device.memory_bytes == 141e9
     faster, before = cluster.levels[1], plain.levels[1]
     assert faster.bandwidth_bytes_per_s == 2 * before.bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "words"),
+    [
+        ("tiny", 3, "shardwise train --plan"),
+        ("tiny", 24, "torchrun --nnodes 3 --nproc-per-node 8 "),
+        ("ffn8", 8, "has language models only"),
+    ],
+)
+def test_the_command_that_runs_the_plan_is_one_that_can(
+    model: str, world: int, words: str, tmp_path: Path, capsys
+) -> None:
+    asked = ["plan", "--model", model, "--world", str(world), "--tokens", str(world * 64)]
+    out = tmp_path / "plan.json"
+    asked += ["--sequence", "64", "--strategies", "zero3", "--out", str(out)]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert words in said and ("train --plan" in said) == (model == "tiny")
+
+
+def test_every_language_model_that_is_planned_can_be_trained() -> None:
+    from shardwise.description.preset import known_presets, load_preset
+    from shardwise.trainer.sizes import SIZES
+
+    planned = {name for name in known_presets() if load_preset(name).kind == "lm"}
+    assert planned == set(SIZES)
+
+
+def test_seq_is_sequence() -> None:
+    asked = Question("tiny", "h100x8", 8, 65536, 256, None, None, None)
+    assert asked.changed(["seq=512", "world=16"]) == asked.changed(["world=16", "sequence=512"])

@@ -352,6 +352,41 @@ def test_an_error_inside_ends_the_profile() -> None:
     assert marking.on is None
 
 
+def test_a_profile_inside_another_leaves_the_optimizers_alone() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sw.profile(model, steps=2) as outer:
+        with pytest.raises(RuntimeError, match="runs already"), sw.profile(model):
+            pass
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert outer.timeline.labels["steps"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "told"),
+    [
+        (nn.Linear(2, 2), 2.5, "steps is 2.5, expected a whole number"),
+        (nn.Linear(2, 2), "3", "steps is '3'"),
+        ("model", 3, "model is a str, expected the nn.Module"),
+    ],
+)
+def test_what_cannot_be_profiled_is_told(model: object, steps: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        sw.profile(model, steps=steps)  # type: ignore[arg-type]
+
+
+def test_the_command_says_what_it_cannot_read_or_make(tmp_path: Path, capfd) -> None:
+    (tmp_path / "taken").write_text("")
+    assert main(["profile", "--out", str(tmp_path / "taken"), "--", "python", "x.py"]) == 2
+    assert "cannot make the directory" in capfd.readouterr().err
+    missing = [sys.executable, str(tmp_path / "missing.py")]
+    assert main(["profile", "--out", str(tmp_path / "out"), "--", *missing]) == 2
+    said = capfd.readouterr().err
+    assert "missing.py: No such file" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -396,6 +431,15 @@ def test_the_command_profiles_a_program_that_does_not_know_of_it(tmp_path: Path)
     timeline = Timeline.from_json((out / "timeline.json").read_text())
     assert timeline.labels["steps"] == "2" and timeline.ranks == (0,)
     assert (out / "trace.json").exists() and (out / "memory.json").exists()
+
+
+def test_a_program_that_ends_while_it_is_profiled_ends_well(tmp_path: Path, capfd) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = ["profile", "--out", str(tmp_path / "out"), "--steps", "50", "--skip", "1", "--"]
+    assert main([*command, sys.executable, str(script), "5"]) == 2
+    said = capfd.readouterr().err
+    assert "took 5 optimizer steps" in said and "ended with exit code 0" in said
 
 
 def test_the_command_says_why_nothing_was_profiled(

@@ -122,6 +122,32 @@ def test_the_page_holds_every_span_and_the_peak_of_memory(made):
         assert shown["memory"]["limit"] == run.memory_of(rank)["limit_bytes"]
 
 
+def test_the_units_add_up_to_what_was_computed_and_exposed(made):
+    run = read_run(made)
+    for side, timeline in zip(
+        compose_run(run)["sides"], (run.timeline, run.predicted), strict=True
+    ):
+        for rank, shown in side["ranks"].items():
+            spans = [s for s in timeline.spans if s.rank == int(rank) and s.role == "compute"]
+            rows = shown["units"].values()
+            assert sum(row["compute"] for row in rows) == sum(s.duration for s in spans)
+            assert sum(row["exposed"] for row in rows) == shown["parts"]["exposed_transfer"]
+
+
+def test_tiny_messages_do_not_stretch_the_curve(tmp_path):
+    directory = make_run(tmp_path / "run")
+    messages = json.loads((directory / "messages.json").read_text())
+    for entry in [*messages["messages"][:1], *messages["curve"][:1]]:
+        small = {**entry, "bytes": 4}
+        messages["messages" if "unit" in entry else "curve"].append(small)
+    (directory / "messages.json").write_text(json.dumps(messages))
+    (found,) = compose_run(read_run(directory))["wires"]
+    drawn = [
+        b for c in found["collectives"].values() for k in c["curve"].values() for b in k["bytes"]
+    ]
+    assert drawn and min(drawn) >= 1024
+
+
 def test_units_have_compute_exposed_time_and_bytes_on_both_sides(made):
     run = read_run(made)
     data = compose_run(run)
@@ -306,7 +332,7 @@ def test_a_row_that_is_no_json_is_named(tmp_path):
     fabricate(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("oops\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl:11 is not a JSON object"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:11 is not JSON"):
         read_run(tmp_path)
 
 
@@ -314,6 +340,35 @@ def test_a_file_that_is_no_timeline_is_named(tmp_path):
     (tmp_path / "timeline.json").write_text('{"spans": []}')
     with pytest.raises(UserError, match=r"timeline\.json is not a timeline"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("metrics.jsonl", '{"loss": 1.0}\n', "metrics.jsonl:1: step is missing"),
+        ("metrics.jsonl", '{"step": 1, "loss": "low"}\n', "loss is 'low', expected a number"),
+        ("metrics.jsonl", "[]\n", "metrics.jsonl:1: it is [], expected an object"),
+        ("timeline.json", "[1, 2]", "expected a JSON object, got a list"),
+        ("memory.json", '{"ranks": [{}]}', "memory.json: ranks[0].rank is missing"),
+        ("memory.json", '{"ranks": [{"rank": 0, "limit_bytes": "x"}]}', "expected a number"),
+        ("messages.json", '{"messages": "none"}', "messages is 'none', expected a list"),
+        ("messages.json", '{"curve": [{"bytes": 3}]}', "curve[0].collective is missing"),
+        ("plan.json", '{"units": 3}', "plan.json: units is 3, expected a list"),
+        ("plan.json", "{", "plan.json is not JSON"),
+        ("run.json", '{"world": "two"}', "world is 'two', expected a whole number"),
+    ],
+)
+def test_files_of_another_shape_are_told_with_the_place(tmp_path, capsys, name, text, told):
+    fabricate(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_step_alone_is_a_row(tmp_path):
+    fabricate(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "not finite in 1 steps; zero3" in summarize(read_run(tmp_path), "")[0]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):

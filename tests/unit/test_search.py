@@ -10,7 +10,9 @@ from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
 from shardwise.planning.describe import describe_preset
 from shardwise.planning.plan import Plan
-from shardwise.planning.search import GB, MEMORY_MARGIN, search
+from shardwise.planning.ranking import GB, MEMORY_MARGIN
+from shardwise.planning.schedule_step import StepOptions
+from shardwise.planning.search import _Search, _splits, plan, search
 from shardwise.planning.search_models import as_source, checkpointed, cut_described
 from shardwise.planning.simulate import simulate
 
@@ -41,6 +43,13 @@ def test_the_winner_is_explained_in_sentences(ranking) -> None:
     for other in ranking.best_of_each()[1:]:
         assert other.title in text
     assert "peak" in ranking[0].explain() and "step" in ranking[0].explain()
+
+
+def test_a_plan_is_the_first_of_the_ranking(ranking) -> None:
+    dtypes = {"compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    assert plan("tiny", CLUSTER, WORKLOAD, **dtypes) == ranking[0].plan
+    with pytest.raises(ValueError, match="Nothing fits"):
+        plan("tiny", CLUSTER, WORKLOAD, budget_gb=1e-6, strategies=("zero3",))
 
 
 def test_a_budget_leaves_less_and_less(ranking) -> None:
@@ -109,3 +118,34 @@ def test_checkpointing_a_description_is_close_to_tracing_it() -> None:
         simulate(resolved, d, CLUSTER, WORKLOAD).peak().total for d in (derived, traced)
     )
     assert ours == pytest.approx(theirs, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("world", "meshes"),
+    [
+        (1, set()),
+        (4, {(2, 2)}),
+        (6, {(2, 3)}),
+        (7, set()),
+        (12, {(6, 2), (3, 4)}),
+        (24, {(6, 4), (3, 8)}),
+        (1000, {(250, 4), (125, 8)}),
+    ],
+)
+def test_hybrid_meshes_of_odd_worlds(world: int, meshes: set[tuple[int, int]]) -> None:
+    run = _Search(as_source("tiny", Workload(64)), CLUSTER, 8e10, StepOptions(), {})
+    assert {plan.mesh for plan in run.starting_plans(world, ["hsdp"])} == meshes
+
+
+def test_micro_batches_of_odd_totals() -> None:
+    def sizes(total: int) -> list[int]:
+        return [w.micro_batch for w in _splits(Workload(64, total), ["none"])]
+
+    assert [sizes(n) for n in (1, 3, 8, 35)] == [[1], [1, 3], [1, 2, 4, 8], [1, 5, 35]]
+    assert sizes(48) == [1, 2, 4, 8, 16, 48]
+
+
+@pytest.mark.parametrize(("budget", "world"), [(float("nan"), 8), (0.0, 8), (80.0, 0)])
+def test_a_search_of_nothing_is_an_error(budget: float, world: int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        search("tiny", CLUSTER, Workload(64), budget, world=world)

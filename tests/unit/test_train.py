@@ -121,3 +121,24 @@ def test_warm_up_is_linear_and_the_cosine_ends_at_its_share():
     assert rates[13] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
     assert lr_at(1, 1, OptimConfig(lr=1.0, warmup=0)) == pytest.approx(0.1)
+
+
+def test_a_wrong_plan_file_leaves_the_older_run_alone(tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("kept")
+    mine = out / "plan.json"
+    mine.write_text('{"name": "zero3", "mesh": [1, 1]}')
+    for text, plan, told in (
+        ('{"name": "zero3"}', tmp_path / "plan.json", "a Plan needs ['mesh']"),
+        ('{"name": "zero3", "mesh": [1, 8]}', tmp_path / "plan.json", "is for 8 ranks, but 1"),
+        ("", tmp_path / "absent" / "plan.json", "`shardwise plan` writes one"),
+        ("", mine, "is a file of the run that --overwrite replaces"),
+    ):
+        if text:
+            plan.write_text(text)
+        assert main(["train", "--plan", str(plan), "--out", str(out), "--overwrite"]) == 2
+        assert told in capsys.readouterr().err
+        assert (out / "metrics.jsonl").read_text() == "kept" and mine.exists()

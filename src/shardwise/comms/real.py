@@ -5,6 +5,7 @@ some versions (pytorch/pytorch 162338), so nobody asks for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,24 +41,24 @@ class All:
             handle.wait()
 
 
+def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a collective; that of `custom`, if it is called instead of torch.distributed."""
+    if custom is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    made: torch.Tensor = custom.allocate((numel,), dtype=dtype, device=device)
+    return made
+
+
+@dataclass(eq=False)
 class Group:
     """One axis of the mesh as this rank sees it: the ranks it shares that axis with."""
 
-    def __init__(
-        self,
-        axis: str,
-        group: dist.ProcessGroup | None,
-        size: int,
-        rank: int,
-        control: dist.ProcessGroup | None,
-    ) -> None:
-        self.axis = axis
-        self.group = group
-        self.size = size
-        self.rank = rank
-        self.control = (
-            control  # moves small host values; None where no peer exists to answer (a fake group)
-        )
+    axis: str
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    # Moves small host values; None where no peer exists to answer (a fake group).
+    control: dist.ProcessGroup | None
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, custom: Any = None) -> Handle:
         """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part

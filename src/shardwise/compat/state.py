@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.comms.lanes import Lanes
+from shardwise.compat import pipeline
 from shardwise.compat.policies import MixedPrecisionPolicy
 from shardwise.runtime import guard
 from shardwise.runtime.api import bind, unbind
@@ -81,6 +82,7 @@ class State:
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             bind(module, self.get_engine)
+            pipeline.announce(module, self.get_engine)
         if hang:
             for node in self.nodes:
                 node.hang()
@@ -95,6 +97,7 @@ class State:
         for module in self.modules:
             del module.__dict__[_ATTRIBUTE]
             unbind(module)
+            pipeline.withdraw(module)
 
     def _watch_state_dicts(self) -> None:
         """Whoever saves or loads finds the sharded parameters in their places."""
@@ -111,6 +114,14 @@ class State:
     def _before_loading(self, module: nn.Module, *_: Any) -> None:
         for unit in self.units:
             unit.free()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        """Met through the hooks above, in a copy of a part of the model that is not sharded by
+        itself: the copy belongs to no unit, so nothing is to be done when it is saved or loaded.
+        """
+        nobody = object.__new__(State)
+        nobody.units = []
+        return nobody
 
     def get_engine(self) -> Engine:
         """The engine that this call's units belong to; formed of what is inside, if none is yet."""

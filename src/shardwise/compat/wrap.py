@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.compat import meshes, ties
+from shardwise.compat import meshes, pipeline, ties
 from shardwise.compat.meshes import Axes
 from shardwise.compat.module import FSDPModule
 from shardwise.compat.policies import (
@@ -71,18 +71,25 @@ def fully_shard(
     return module
 
 
+fully_shard.state = pipeline.stage_of  # type: ignore[attr-defined]
+
+
 def _check_modules(module: Any) -> list[nn.Module]:
-    """The outermost of the given modules, none of which is sharded or a mere container."""
+    """The outermost of the given modules, none of which is sharded or, by itself, a mere
+    container.
+    """
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {module}"
+        )
     given = [module] if isinstance(module, nn.Module) else list(module)
-    for each in given:
-        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not _has_forward(each):
-            raise ValueError(
-                f"fully_shard does not support containers that do not implement forward: {each}"
-            )
-        if state_of(each) is not None:
+    if not given or isinstance(module, Iterator):
+        raise IndexError(f"fully_shard expects a module or a list of modules, got {module!r}")
+    for at, each in enumerate(given):
+        if state_of(each) is not None or any(each is other for other in given[:at]):
             raise AssertionError(
-                "Each distinct composable distributed API can only be applied to a module once: "
-                f"fully_shard has already been applied to {type(each).__name__}"
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"fully_shard has already been applied to the following module:\n{each}"
             )
     inside = {id(m) for each in given for m in each.modules() if m is not each}
     return [each for each in given if id(each) not in inside]

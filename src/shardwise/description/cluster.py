@@ -108,6 +108,12 @@ class Device:
             raise ValueError(f"device {self.name} has no matmul rate for any dtype")
 
     @property
+    def compute_dtype(self) -> str:
+        """What models compute in here: bf16 where its products are the quicker ones."""
+        peaks = {rate.dtype: rate.peak for rate in self.matmul}
+        return max(("bfloat16", "float32"), key=lambda dtype: peaks.get(dtype, 0.0))
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(rate.dtype for rate in self.matmul)
 

@@ -45,6 +45,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
             raise UserError(
                 f"cannot read the cluster file {text_name}: {error.strerror}"
             ) from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"the cluster file {text_name} is not text: {error}") from error
     else:
         names = packaged_names()
         if text_name not in names:

@@ -53,6 +53,10 @@ def describe(
     autocast: a dtype name. checkpoint: "reentrant" or "nonreentrant" for every block, or the names
         of modules. Both come from the Workload unless given here.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"describe needs an nn.Module, got {model!r:.60}; `search` takes a preset's name too"
+        )
     resolved = _as_plan(plan).resolve(model)
     trace = trace_model(
         model,

@@ -85,10 +85,11 @@ class Plan:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"Plan.{field} is {value!r}, expected a whole number >= {least}")
         if self.bucket_bytes is not None and not (
-            isinstance(self.bucket_bytes, int) and self.bucket_bytes > 0
+            type(self.bucket_bytes) is int and self.bucket_bytes > 0
         ):
             raise ValueError(
-                f"Plan.bucket_bytes is {self.bucket_bytes!r}, expected a positive number of bytes"
+                f"Plan.bucket_bytes is {self.bucket_bytes!r}, expected a positive whole number of "
+                "bytes"
             )
         if self.name != "ddp" and self.reduce != "bucketed":
             raise ValueError(
@@ -111,7 +112,7 @@ class Plan:
 
     def _check_mesh(self) -> None:
         mesh = self.mesh
-        if not (len(mesh) == 2 and all(isinstance(n, int) and n >= 1 for n in mesh)):
+        if not (len(mesh) == 2 and all(type(n) is int and n >= 1 for n in mesh)):
             raise ValueError(f"Plan.mesh is {mesh!r}, expected (replicate, shard), both at least 1")
         if self.name == "ddp" and self.shard != 1:
             raise ValueError(
@@ -233,28 +234,56 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The inverse of `to_json`. Unknown keys are errors."""
-        data = json.loads(text)
-        known = {field.name for field in dataclasses.fields(cls)}
-        extra = sorted(set(data) - known)
-        if extra:
-            raise ValueError(f"a Plan has no {extra}; its keys are {sorted(known)}")
-        data["mesh"] = tuple(data["mesh"])
+        """The inverse of `to_json`. Unknown, missing and wrong keys are errors that name them."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"a Plan is a JSON object, and this is not JSON: {error}") from error
+        fields = dataclasses.fields(cls)
+        needed = tuple(field.name for field in fields if field.default is dataclasses.MISSING)
+        _check_keys(data, "a Plan", tuple(field.name for field in fields), needed)
+        mesh = data["mesh"]
+        if not (isinstance(mesh, list) and len(mesh) == 2):
+            raise ValueError(f"mesh is {mesh!r}, expected [replicate, shard], such as [1, 8]")
+        data["mesh"] = tuple(mesh)
         if "cut" in data:
+            _check_keys(data["cut"], "cut", ("by", "of"), ())
             data["cut"] = Cut(**data["cut"])
         if data.get("units") is not None:
-            data["units"] = tuple(
-                UnitSpec(
-                    unit["name"],
-                    tuple(unit["modules"]),
-                    tuple(
-                        ParameterSpec(p["name"], tuple(p["shape"]), p["dtype"], p["trainable"])
-                        for p in unit["parameters"]
-                    ),
-                )
-                for unit in data["units"]
-            )
+            data["units"] = tuple(_read_unit(unit) for unit in _list(data["units"], "units"))
         return cls(**data)
+
+
+def _check_keys(data: Any, what: str, known: tuple[str, ...], needed: tuple[str, ...]) -> None:
+    """`data` must be a JSON object with all of `needed` and nothing that is not `known`."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} is a JSON object with the keys {sorted(known)}, got {data!r:.60}")
+    extra = sorted(set(data) - set(known))
+    if extra:
+        near = difflib.get_close_matches(extra[0], known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{what} has no {extra}{hint} (its keys are {sorted(known)})")
+    missing = [name for name in needed if name not in data]
+    if missing:
+        raise ValueError(f"{what} needs {missing}; got only {sorted(data)}")
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is {value!r:.60}, expected a list; leave units out to cut anew")
+    return value
+
+
+def _read_unit(unit: Any) -> UnitSpec:
+    keys = tuple(field.name for field in dataclasses.fields(UnitSpec))
+    _check_keys(unit, "a unit", keys, keys)
+    parameters = []
+    for p in _list(unit["parameters"], "a unit's parameters"):
+        keys = tuple(field.name for field in dataclasses.fields(ParameterSpec))
+        _check_keys(p, "a unit's parameter", keys, keys)
+        shape = tuple(_list(p["shape"], "a parameter's shape"))
+        parameters.append(ParameterSpec(p["name"], shape, p["dtype"], p["trainable"]))
+    return UnitSpec(unit["name"], tuple(_list(unit["modules"], "modules")), tuple(parameters))
 
 
 def _parse_mesh(name: str, mesh: int | str | tuple[int, ...]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ when micro-batches are reduced.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.planning.cost import Costs
 from shardwise.planning.plan import Plan
+from shardwise.planning.ranking import GB, MEMORY_MARGIN, MIB, WORTH, Candidate, Ranking, Rejected
 from shardwise.planning.schedule import works_of
 from shardwise.planning.schedule_engine import EngineSchedule
 from shardwise.planning.schedule_step import StepOptions
@@ -28,155 +30,7 @@ from shardwise.planning.search_models import Source, as_source
 from shardwise.planning.simulate import simulate
 from shardwise.timeline import Breakdown, Timeline
 
-GB = 1e9
-# Peaks are predicted to within 3 % (docs/accuracy.md): a plan must fit with that much to spare.
-MEMORY_MARGIN = 0.03
 REFINED = 3  # how many of the first round's best are improved
-WORTH = 0.003  # a setting that saves less than this share of the step is left at its default
-MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A Plan with its workload and what it is predicted to cost."""
-
-    plan: Plan  # resolved
-    workload: Workload
-    step_ms: float
-    peak_bytes: int
-    limit_bytes: float
-    breakdown: Breakdown
-    tokens_per_s: float
-    by_role: dict[str, int]
-
-    @property
-    def exposed_ms(self) -> float:
-        return (self.breakdown.exposed_transfer + self.breakdown.waiting_for_peers) / 1e6
-
-    @property
-    def spare_gb(self) -> float:
-        return (self.limit_bytes - self.peak_bytes) / GB
-
-    @property
-    def title(self) -> str:
-        mesh = f"{self.plan.replicate}x{self.plan.shard}"
-        work = f"{self.workload.micro_batches} x {self.workload.micro_batch} sequences"
-        again = ", recomputing" if self.workload.checkpoint != "none" else ""
-        return f"{self.plan.title} on {mesh}, {work}{again}"
-
-    def settings(self) -> dict[str, Any]:
-        """The Plan's settings that are not the defaults."""
-        plain = {f.name: f.default for f in dataclasses.fields(Plan)}
-        hidden = ("name", "mesh", "units", "cut", "inner", "compute_dtype", "reduce_dtype")
-        return {
-            name: getattr(self.plan, name)
-            for name, default in plain.items()
-            if name not in hidden and getattr(self.plan, name) != default
-        }
-
-    def show_settings(self) -> str:
-        """The same for people."""
-        shown = self.settings()
-        size = shown.pop("bucket_bytes", None)
-        words = [f"{name}={value}" for name, value in shown.items()]
-        words += [] if size is None else [f"buckets of {size / MIB:.0f} MiB"]
-        return ", ".join(words) or "defaults"
-
-    def explain(self) -> str:
-        """In sentences: time, memory, and where the step goes."""
-        settings = self.show_settings()
-        return (
-            f"{self.title}: {self.step_ms:.1f} ms a step ({self.tokens_per_s:,.0f} tokens/s), "
-            f"peak {self.peak_bytes / GB:.1f} GB, {self.spare_gb:.1f} GB to spare; {settings}.\n"
-            f"  {self.breakdown}"
-        )
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A combination that does not fit, and what it would need."""
-
-    title: str
-    strategy: str
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class Ranking(Sequence[Candidate]):
-    """Candidates, the fastest first, and what was dropped for memory."""
-
-    candidates: tuple[Candidate, ...]
-    rejected: tuple[Rejected, ...]
-    limit_bytes: float
-    tried: int
-
-    def __len__(self) -> int:
-        return len(self.candidates)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.candidates[index]
-
-    def best_of_each(self) -> list[Candidate]:
-        """The best candidate of every strategy."""
-        found: dict[str, Candidate] = {}
-        for candidate in self.candidates:
-            found.setdefault(candidate.plan.title, candidate)
-        return list(found.values())
-
-    def explain(self) -> str:
-        """Why the winner wins, against the best of every other strategy."""
-        if not self.candidates:
-            least = min(self.rejected, key=lambda r: r.peak_bytes, default=None)
-            need = "" if least is None else (
-                f"; the least is {least.title} with {least.peak_bytes / GB:.1f} GB"
-            )  # fmt: skip
-            return (
-                f"Nothing fits in {self.limit_bytes / GB:.1f} GB{need}. Use more ranks, shorter "
-                "sequences, or tensor parallelism beneath it."
-            )
-        best = self.candidates[0]
-        lines = [
-            f"{best.title} is the fastest of {self.tried} tried: {best.step_ms:.1f} ms a step. It "
-            f"fits with {best.spare_gb:.1f} GB to spare ({best.peak_bytes / GB:.1f} of "
-            f"{self.limit_bytes / GB:.1f} GB)."
-        ]
-        lines += [_compare(best, other) for other in self.best_of_each()[1:]]
-        fitting = {candidate.plan.title for candidate in self.candidates}
-        dropped: dict[str, Rejected] = {}
-        for r in sorted(self.rejected, key=lambda r: r.peak_bytes):
-            if r.strategy not in fitting:
-                dropped.setdefault(r.strategy, r)
-        lines += [
-            f"{r.strategy} does not fit: at least {r.peak_bytes / GB:.1f} GB ({r.title})."
-            for r in dropped.values()
-        ]
-        return "\n".join(lines)
-
-
-def _compare(best: Candidate, other: Candidate) -> str:
-    more = other.step_ms - best.step_ms
-    if more < WORTH * best.step_ms:
-        difference = other.peak_bytes - best.peak_bytes
-        return (
-            f"{other.title} takes as long ({other.step_ms:.1f} ms) with "
-            f"{abs(difference) / GB:.1f} GB {'more' if difference > 0 else 'less'}."
-        )
-
-    def gap(*parts: str) -> float:
-        return sum(getattr(other.breakdown, p) - getattr(best.breakdown, p) for p in parts) / 1e6
-
-    again = other.workload.checkpoint != "none" and best.workload.checkpoint == "none"
-    units = len(other.plan.require_units())
-    exposed, compute = gap("exposed_transfer", "waiting_for_peers"), gap("compute")
-    host, contention = gap("host_idle"), gap("contention", "copies")
-    reasons = [
-        (exposed, f"{exposed:.1f} ms more of exposed communication"),
-        (compute, f"{compute:.1f} ms more of compute" + (", to recompute" if again else "")),
-        (contention, f"{contention:.1f} ms more of contention and copies"),
-        (host, f"the device waits {host:.1f} ms longer for the host, which issues {units} units"),
-    ]
-    told = [text for ms, text in sorted(reasons, reverse=True)[:2] if ms > 0.1 * more]
-    return f"{other.title} would add {more:.1f} ms: {' and '.join(told) or 'many small costs'}."
 
 
 def search(
@@ -198,9 +52,11 @@ def search(
     `budget_gb` is the memory a rank may use, in 1e9 bytes; default: the device's. It also decides
     which units stay gathered and how deep to prefetch.
     """
-    world = world or cluster.ranks_per_node or 1
+    world = cluster.ranks_per_node or 1 if world is None else world
+    if world < 1:
+        raise ValueError(f"world is {world}, expected at least 1 rank")
     limit = cluster.device.memory_bytes if budget_gb is None else budget_gb * GB
-    if limit <= 0:
+    if not (limit > 0 and math.isfinite(limit)):
         raise ValueError(f"budget_gb is {budget_gb}, expected more than 0")
     run = _Search(
         as_source(model, workload),
@@ -209,7 +65,13 @@ def search(
         options or StepOptions(),
         {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype},
     )
-    for plan in run.starting_plans(world, strategies):
+    plans = list(run.starting_plans(world, strategies))
+    if not plans:
+        raise ValueError(
+            f"{', '.join(strategies) or 'no strategy'} has no mesh on {world} ranks: hsdp needs a "
+            "number of ranks that divides into groups; use zero3, or another number of ranks"
+        )
+    for plan in plans:
         for split in _splits(workload, checkpoints):
             run.consider(plan, split)
     for candidate in run.best(REFINED):
@@ -217,21 +79,46 @@ def search(
     return run.ranking()
 
 
+def plan(
+    model: nn.Module | ModelDescription | str,
+    cluster: Cluster,
+    workload: Workload,
+    budget_gb: float | None = None,
+    **settings: Any,
+) -> Plan:
+    """The fastest Plan that fits, resolved: the first that `search` gives. It keeps the workload's
+    tokens, but may ask for other micro-batches; `search` says which.
+    """
+    ranking = search(model, cluster, workload, budget_gb, **settings)
+    if not ranking:
+        raise ValueError(ranking.explain())
+    best: Plan = ranking[0].plan
+    return best
+
+
 def _splits(workload: Workload, checkpoints: Sequence[str]) -> Iterator[Workload]:
-    """The rank's sequences of a step, as micro-batches of every power of two that divides them."""
+    """The rank's sequences of a step, as micro-batches of 1, of sizes that divide them and at least
+    double, and of all of them.
+    """
     if workload.sizes is not None:
         for checkpoint in checkpoints:
             yield dataclasses.replace(workload, checkpoint=checkpoint)
         return
     total = workload.micro_batch * workload.micro_batches
-    size = 1
-    while size <= total:
-        if total % size == 0:
-            for checkpoint in checkpoints:
-                yield dataclasses.replace(
-                    workload, micro_batch=size, micro_batches=total // size, checkpoint=checkpoint
-                )
-        size *= 2
+    sizes = [1]
+    for size in _divisors(total):
+        if size >= 2 * sizes[-1]:
+            sizes.append(size)
+    for size in sizes:
+        for checkpoint in checkpoints:
+            yield dataclasses.replace(
+                workload, micro_batch=size, micro_batches=total // size, checkpoint=checkpoint
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 @dataclass
@@ -253,17 +140,17 @@ class _Search:
             if name != "hsdp":
                 yield Plan.of(name, world, **self.dtypes)
                 continue
-            shard = 2
-            while shard < world:
-                if world % shard == 0 and self._worth_sharding(shard, world):
-                    for inner in ("zero3", "zero2"):
-                        yield Plan.of("hsdp", (world // shard, shard), inner=inner, **self.dtypes)
-                shard *= 2
+            for shard in self._shard_groups(world):
+                for inner in ("zero3", "zero2"):
+                    yield Plan.of("hsdp", (world // shard, shard), inner=inner, **self.dtypes)
 
-    def _worth_sharding(self, shard: int, world: int) -> bool:
-        """Of many meshes, those whose shard group is a node, a part of one, or a few nodes."""
+    def _shard_groups(self, world: int) -> list[int]:
+        """Shard groups worth trying: a node, the largest even part of one, or a few nodes."""
         node = self.cluster.ranks_per_node or world
-        return shard in {max(2, node // 2), node, 2 * node, 4 * node, 8 * node}
+        node = world if world <= node else math.gcd(world, node)
+        part = max((n for n in _divisors(node) if n < node), default=1)
+        tried = sorted({part, *(node * times for times in (1, 2, 4, 8))})
+        return [shard for shard in tried if 1 < shard < world and world % shard == 0]
 
     def consider(self, plan: Plan, workload: Workload) -> Candidate | None:
         """Simulate it if it fits."""

@@ -73,7 +73,7 @@ def compare(first: Run, second: Run) -> list[Finding]:
     found = [_step(first.name, second.name, a.step, b.step)]
     mine, other = a.breakdown().parts(), b.breakdown().parts()
     apart = {name: other[name] - mine[name] for name in mine}
-    named = sorted(apart, key=lambda name: -abs(apart[name]))
+    named = sorted(apart, key=lambda name: (-abs(apart[name]), -mine[name]))
     for name in named[:2]:
         found.append(_part(first, second, name, mine[name], other[name]))
     if a.memory and b.memory:

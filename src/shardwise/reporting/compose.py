@@ -98,7 +98,7 @@ def wire(run: Run) -> dict[str, Any]:
     sent = [m for m in run.messages.get("messages", ()) if m["bytes"] >= LEAST_MESSAGE]
     drawn = {name_collective(m["collective"]) for m in sent}
     for entry in run.messages.get("curve", ()):
-        if name_collective(entry["collective"]) not in drawn:
+        if name_collective(entry["collective"]) not in drawn or entry["bytes"] < LEAST_MESSAGE:
             continue
         line = place(entry)["curve"].setdefault(str(entry["ranks"]), {"bytes": [], "seconds": []})
         line["bytes"].append(entry["bytes"])

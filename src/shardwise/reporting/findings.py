@@ -75,7 +75,7 @@ def copies(timeline: Timeline, plan: Mapping[str, Any]) -> list[Finding]:
     gathers = any(word in name for name in names for word in ("gather", "unpack", "out", "cast"))
     if all(name.endswith(" call") for name in names):
         change = "The backend copies inside its calls: fewer, larger messages need fewer of them."
-    elif gathers and plan.get("gather") in (None, "auto", "packed"):
+    elif gathers and plan.get("gather") in ("auto", "packed"):
         change = (
             'Try gather="grouped" or "each" in the plan, which write parameters in place without '
             "a copy-out."

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from shardwise.reporting.finding import Finding
+from shardwise.reporting.units import place_of
 from shardwise.reporting.words import (
     PARTS,
     join,
@@ -82,7 +83,8 @@ def deviation(timeline: Timeline, predicted: Timeline | None) -> list[Finding]:
     apart = {name: value - other.parts()[name] for name, value in mine.parts().items()}
     part = max(apart, key=lambda name: apart[name])
     units = _units_apart(timeline, predicted, part)
-    where = f", most in {name_units(units)}" if units else ""
+    words = {"optimizer": "the optimizer's step", "outside units": "what is outside units"}
+    where = f", most in {name_units([words.get(u, u) for u in units])}" if units else ""
     what = (
         f"The step takes {show_time(timeline.step)} where {show_time(predicted.step)} were "
         f"predicted; {show_time(apart[part])} of the difference is {PARTS[part]}{where}."
@@ -106,16 +108,18 @@ def _units_apart(timeline: Timeline, predicted: Timeline, part: str) -> tuple[st
             slowest = side.slowest
             for span in side.spans:
                 if span.rank == slowest and span.role == "compute":
-                    found[span.unit] = found.get(span.unit, 0) + span.duration
+                    place = place_of(span.unit, span.phase)
+                    found[place] = found.get(place, 0) + span.duration
         else:
-            for (unit, _), value in side.exposed().items():
-                found[unit] = found.get(unit, 0) + value
+            for (unit, phase), value in side.exposed().items():
+                place = place_of(unit, phase)
+                found[place] = found.get(place, 0) + value
         return found
 
     mine, other = by_unit(timeline), by_unit(predicted)
-    apart = {unit: value - other.get(unit, 0) for unit, value in mine.items() if unit}
-    large = [unit for unit, value in apart.items() if value > 0.5 * max(apart.values())]
-    return tuple(unit for unit in apart if unit in large and apart[unit] > 0)
+    apart = {unit: value - other.get(unit, 0) for unit, value in mine.items()}
+    most = max(apart.values(), default=0)
+    return tuple(unit for unit, value in apart.items() if value > max(0, 0.5 * most))
 
 
 # Facts

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.reporting import shape
 from shardwise.run_files import (
     CONFIG,
     FACTS,
@@ -82,12 +83,12 @@ def read_run(directory: Path) -> Run:
         directory=directory,
         metrics=tuple(_read_rows(directory / METRICS)),
         config=_read_text(directory / CONFIG),
-        plan=_read_object(directory / PLAN),
-        facts=_read_object(directory / FACTS),
+        plan=_read_object(directory / PLAN, shape.PLAN),
+        facts=_read_object(directory / FACTS, shape.FACTS),
         timeline=_read_timeline(directory / TIMELINE),
         predicted=_read_timeline(directory / PREDICTED),
-        memory=_read_object(directory / MEMORY),
-        messages=_read_object(directory / MESSAGES),
+        memory=_read_object(directory / MEMORY, shape.MEMORY),
+        messages=_read_object(directory / MESSAGES, shape.MESSAGES),
     )
 
 
@@ -100,19 +101,27 @@ def _read_text(file: Path) -> str:
         raise UserError(f"cannot read {file}: {error}") from error
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _read_object(file: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     text = _read_text(file)
+    if not text:
+        return {}
+    found = _parse(text, str(file))
+    shape.check(found, expected, str(file))
+    return dict(found)
+
+
+def _parse(text: str, where: str) -> Any:
     try:
-        return dict(json.loads(text)) if text else {}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} is not a JSON object: {error}") from error
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
 
 
 def _read_timeline(file: Path) -> Timeline | None:
     text = _read_text(file)
     try:
         return Timeline.from_json(text) if text else None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{file} is not a timeline: {error}; profile the run again") from error
 
 
@@ -122,8 +131,7 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
         lines.pop()  # the row that a run was writing when it was cut short
     rows = []
     for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{file}:{number} is not a JSON object: {error}") from error
+        row = _parse(line, f"{file}:{number}")
+        shape.check(row, shape.METRICS_ROW, f"{file}:{number}")
+        rows.append(row)
     return rows

@@ -13,6 +13,11 @@ Key = tuple[str, str, str]  # collective, unit, phase
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def place_of(unit: str, phase: str) -> str:
+    """The unit; work of no unit is the optimizer's, or lies outside units."""
+    return unit or ("optimizer" if phase == "optimizer" else "outside units")
+
+
 def key_of(span: Span) -> Key:
     return name_collective(span.name), span.unit, span.phase
 
@@ -78,20 +83,21 @@ def per_unit(
     timeline: Timeline, rank: int, spans: Sequence[Span], sizes: Sequence[int | None]
 ) -> dict[str, dict[str, int | None]]:
     """Nanoseconds of compute and of exposed transfer, and bytes of its collectives, by unit in the
-    order in which they first run. `sizes` are the bytes of `spans`.
+    order in which they first run; what has no unit has rows of its own, so that the rows add up.
+    `sizes` are the bytes of `spans`.
     """
     rows: dict[str, dict[str, int]] = defaultdict(lambda: {"compute": 0, "exposed": 0})
     moved: dict[str, int | None] = {}
     for span, size in zip(spans, sizes, strict=True):
-        if not span.unit or span.role not in ("compute", "transfer"):
+        if span.role not in ("compute", "transfer"):
             continue
-        row = rows[span.unit]
+        place = place_of(span.unit, span.phase)
+        row = rows[place]
         if span.role == "compute":
             row["compute"] += span.duration
         else:
-            before = moved.get(span.unit, 0)
-            moved[span.unit] = None if size is None or before is None else before + size
-    for (unit, _), nanoseconds in timeline.exposed(rank).items():
-        if unit:
-            rows[unit]["exposed"] += nanoseconds
+            before = moved.get(place, 0)
+            moved[place] = None if size is None or before is None else before + size
+    for (unit, phase), nanoseconds in timeline.exposed(rank).items():
+        rows[place_of(unit, phase)]["exposed"] += nanoseconds
     return {unit: {**row, "bytes": moved.get(unit)} for unit, row in rows.items()}

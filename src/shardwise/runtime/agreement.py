@@ -27,6 +27,7 @@ class Agreement:
         # Every step's unused parameters are compared unless the first step used them all.
         self.first, self.tracks_unused = True, True
         self.first_pass = True  # units are compared as they run
+        self._compared_values = False
 
     def check_counts(self, count: int, order: tuple[str, ...]) -> None:
         """Error on every rank when ranks that must move together run different numbers of
@@ -57,16 +58,15 @@ class Agreement:
             )
 
     def check_values(self, units: Sequence[Unit]) -> None:
-        """Before the first pass: error (under a Plan) or warning if ranks were given different
-        initial values, naming the first parameter that differs.
+        """Once, before the first pass: error (under a Plan) or warning if ranks were given
+        different initial values, naming the first parameter that differs.
         """
-        sums: dict[str, int] = {}
-        unknown = False
-        for unit in units:
-            own = unit.parameters.checksums
-            unknown = unknown or own is None
-            sums.update(own or {})
-        mine = None if unknown else zlib.crc32(repr(sorted(sums.items())).encode())
+        if self._compared_values:
+            return
+        self._compared_values = True
+        known = [unit.parameters.checksums for unit in units]
+        sums = {name: value for own in known for name, value in (own or {}).items()}
+        mine = None if None in known else zlib.crc32(repr(sorted(sums.items())).encode())
         inside = self.mesh.shard.exchange(mine)
         seen = {value for values in self.mesh.replicate.exchange(inside) for value in values}
         if None in seen or len(seen) <= 1:
@@ -116,33 +116,23 @@ class Agreement:
 
     def settle(
         self, ran: bool, unused: frozenset[str], ready: Sequence[str]
-    ) -> tuple[frozenset[str], list[str] | None]:
+    ) -> tuple[frozenset[str], tuple[str, ...] | None]:
         """At a step's end: the parameters that no rank used, and after the first step the order of
         units to reduce in (None: keep the present one).
         """
-        if not self.tracks_unused:
-            return frozenset(), None
         mine = (ran, unused, tuple(ready) if self.first else ())
         inside = self.mesh.shard.exchange(mine)
         said = [value for values in self.mesh.replicate.exchange(inside) for value in values]
-        ran_ranks = [(names, order) for did_run, names, order in said if did_run]
-        orders = {order for _, order in ran_ranks}
-        order = (
-            list(orders.pop())
-            if self.first and len(orders) == 1 and len(ran_ranks) == len(said)
-            else None
-        )
-        # A model that once left something unused may do so again.
-        self.tracks_unused = (
-            self.policy.needs_equal_use or not self.first or any(names for names, _ in ran_ranks)
-        )
+        by_rank = [names for did_run, names, _ in said if did_run]
+        orders = {order if did_run else None for did_run, _, order in said}
+        order = orders.pop() if self.first and len(orders) == 1 else None
+        # A model that once left something unused may do so again. A rank alone asks nobody.
+        known = self.mesh.ranks == 1 or self.policy.needs_equal_use
+        self.tracks_unused = known or not self.first or any(by_rank)
         self.first = False
-        nowhere = (
-            frozenset.intersection(*(names for names, _ in ran_ranks)) if ran_ranks else frozenset()
-        )
         if self.policy.needs_equal_use:
-            self._check_use([names for names, _ in ran_ranks])
-        return nowhere, order
+            self._check_use(by_rank)
+        return (frozenset.intersection(*by_rank) if by_rank else frozenset()), order
 
     @staticmethod
     def _check_use(unused: list[frozenset[str]]) -> None:
@@ -159,10 +149,3 @@ class Agreement:
 
     def _rank(self, replica: int, shard: int) -> int:
         return replica * self.mesh.shard.size + shard
-
-
-def order_units(units: Sequence[Unit]) -> list[Unit]:
-    """The order of reduces before any step has run: backward comes from the model's end, the root
-    unit last.
-    """
-    return [unit for unit in reversed(units) if unit.gradients is not None]

@@ -8,9 +8,9 @@ from torch import nn
 
 from shardwise.comms.lanes import Lanes
 from shardwise.planning.plan import DTYPES, Plan
-from shardwise.runtime import guard
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
+from shardwise.runtime.local_step import watch_optimizers
 from shardwise.runtime.policy import Policy
 from shardwise.sharding.attach import attach, find_device, owners_of
 from shardwise.sharding.forms import make_copyable
@@ -46,7 +46,7 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
 def bind(model: nn.Module, engine: Engine | Callable[[], Engine]) -> None:
     """From now on `engine_of(model)` is `engine`, or what calling it gives."""
     model.__dict__[_ATTRIBUTE] = engine
-    guard.watch_optimizers()
+    watch_optimizers()
 
 
 def unbind(model: nn.Module) -> None:
@@ -63,8 +63,9 @@ def _hang(model: nn.Module, plan: Plan, engine: Engine) -> None:
     outputs = DTYPES[plan.output_dtype] if plan.output_dtype else None
     for module, units in by_module.values():
         is_root = module is model
-        casts = computes if is_root or any(unit.casts_inputs for unit in units) else None
-        Node(module, units, None, casts, outputs if is_root else None).join(engine, is_root)
+        floats = is_root or any(unit.parameters.dtype.is_floating_point for unit in units)
+        node = Node(module, units, None, computes if floats else None, outputs if is_root else None)
+        node.join(engine, is_root)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ def clip_grad_norm(
     decide alike.
     """
     engine = engine_of(model)
-    guard.check_interrupted(engine)
+    engine.check_interrupted()
     live = [g for g in (unit.gradients for unit in engine.units) if g is not None and _is_live(g)]
     mesh = engine.mesh.device_mesh
     several = any(unit.mesh.device_mesh != mesh for unit in engine.units)
@@ -35,7 +35,7 @@ def clip_grad_norm(
     else:
         total = _norm_of_all(live, engine.mesh)
     # Parameters outside the engine (ignored ones) are whole on every rank.
-    outside = [p.grad for p in model.parameters() if p.grad is not None and not _is_ours(p)]
+    outside = [p.grad for p in model.parameters() if p.grad is not None and not guard.engine_of(p)]
     if outside:
         theirs = torch.stack([g.norm().float().to(total.device) for g in outside])
         total = torch.linalg.vector_norm(torch.cat([total.view(1), theirs]))
@@ -49,10 +49,6 @@ def clip_grad_norm(
         if flats:
             torch._foreach_mul_(flats, scale.to(flats[0].device))
     return total
-
-
-def _is_ours(parameter: nn.Parameter) -> bool:
-    return "_shardwise_engine" in parameter.__dict__
 
 
 def _norm_of_all(live: list[Gradients], mesh: Mesh) -> torch.Tensor:

@@ -12,6 +12,7 @@ backward.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from shardwise.comms import marks, versions
 from shardwise.comms.lanes import Lanes
 from shardwise.planning.plan import Plan
 from shardwise.runtime import guard
-from shardwise.runtime.agreement import Agreement, order_units
+from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.order import Order
 from shardwise.runtime.policy import Policy
@@ -53,12 +54,11 @@ class Engine:
         self.last_backward = True  # False: a later one of this step waits for the sums
         self.micro: tuple[int, int] | None = None  # (index, total) inside sw.microbatches
         self.interrupted: str | None = None
-        # Trainable parameters without a gradient so far in this step; None: nobody asks.
-        self.unseen: set[str] | None = None
+        # Trainable parameters without a gradient so far in this step; empty where nobody asks.
+        self.unseen: set[str] = set()
+        self.ran: set[Unit] = set()  # units that a forward of this step ran, to train
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
-        self.frees_in_pass, self.frees_after_step = policy.frees_in_pass, policy.frees_after_step
-        self.values_agree = False  # not compared yet
         guard.mark(self)
         if not any(unit.parameters.master.is_meta for unit in units):
             self._prepare()
@@ -72,20 +72,18 @@ class Engine:
         guard.mark(self)
         self._follow_gradients()
 
-    def compare_values(self) -> None:
-        """Once, before anything runs: do all ranks start from the same values?"""
-        if not self.values_agree:
-            self.values_agree = True
-            self.agreement.check_values(self.units)
-
     def share(self, lanes: Lanes) -> None:
         """Move on other lanes from now on."""
         self.reducer.finish()
-        self.lanes = lanes
-        self.reducer.scatter_lane, self.reducer.replica_lane = lanes.scatter, lanes.replica
+        self.lanes = self.reducer.lanes = lanes
         for unit in self.units:
             unit.wait()
             unit.lane = lanes.gather
+
+    def check_interrupted(self) -> None:
+        """Error if the last micro-batch loop was left early."""
+        if self.interrupted is not None:
+            raise RuntimeError(self.interrupted)
 
     @property
     def last_micro(self) -> bool:
@@ -95,29 +93,42 @@ class Engine:
     # Forward
 
     def begin_forward(self, node: Node) -> None:
-        """An outermost module starts a pass: a new step makes what is gathered stale, and cleared
-        gradients' memory goes.
-        """
+        """An outermost module starts a pass, maybe the first of a step."""
         self.forward_root = node
         if marks.on is not None:
             marks.on.begin_forward()
-        guard.check_interrupted(self)
+        self.check_interrupted()
         if self.backward_runs:
             self._abandon_backward()
         if self.micro is None or self.micro[0] == 0:
             self.structure.check()
-            if any([unit.follow() or not unit.prepared for unit in self.units]):
-                self._prepare()
-            self.compare_values()
-            self.follow_requires_grad()
-            refreshes = self.policy.refreshes
-            for unit in self.units:
-                if unit.state is not State.FREE:
-                    unit.stale = refreshes or unit.changed
-                unit.forget_kept()
-                if unit.gradients is not None and not unit.opened and unit.gradients.cleared:
-                    self.relayouts += unit.gradients.release()
+            self._begin_step(node.units[:1])
         self.forward_order.begin()
+
+    def _begin_step(self, first: Sequence[Unit]) -> None:
+        """Look after all units. What the outermost module needs at once is sent for before the
+        others are looked at, so that the host does that while it travels.
+        """
+        known = not self.agreement.first_pass
+        early = [unit for unit in first if known and unit.prepared and not unit.follow()]
+        for unit in early:
+            self._renew(unit)
+            unit.gather()
+        others = [unit for unit in self.units if unit not in early]
+        if any([unit.follow() or not unit.prepared for unit in others]):
+            self._prepare()
+        self.agreement.check_values(self.units)
+        self.follow_requires_grad()
+        for unit in others:
+            self._renew(unit)
+
+    def _renew(self, unit: Unit) -> None:
+        """What is gathered of the last step is stale; the memory of cleared gradients goes."""
+        if unit.state is not State.FREE:
+            unit.stale = self.policy.refreshes or unit.changed
+        unit.forget_kept()
+        if unit.gradients is not None and not unit.opened and unit.gradients.cleared:
+            self.relayouts += unit.gradients.release()
 
     def end_forward(self, awaits_backward: bool) -> None:
         """The outermost module has run. Units whose modules did not all run are closed; without a
@@ -130,7 +141,7 @@ class Engine:
             if not awaits_backward:
                 if unit.options.stays_shown and unit.options.keep is True and not refreshes:
                     continue  # an evaluation's next forward finds it there
-                if self.frees_after_step:
+                if self.policy.frees_after_step:
                     unit.free()
                 unit.hide()
             elif unit.is_shown and not unit.options.stays_shown:
@@ -145,6 +156,8 @@ class Engine:
         else:
             if self.agreement.first_pass:
                 self.agreement.check_unit(unit.name, len(self.forward_order.current))
+            if torch.is_grad_enabled():
+                self.ran.add(unit)
             self._bring(unit, self.forward_order, unit.options.gather_ahead)
 
     def _bring(self, unit: Unit, order: Order, instead: list[Unit] | None) -> None:
@@ -162,7 +175,7 @@ class Engine:
         if versions.inside_backward():
             return  # recomputation: the backward that asked for it still needs the unit
         keep = unit.options.keep
-        if not self.frees_in_pass or keep is True:
+        if not self.policy.frees_in_pass or keep is True:
             if not unit.options.stays_shown:
                 unit.hide()
         elif keep is False:
@@ -176,7 +189,7 @@ class Engine:
         """The first sign of a backward pass."""
         if self.backward_runs:
             return
-        guard.check_interrupted(self)
+        self.check_interrupted()
         self.backward_runs = True
         self.ready = []
         self.backward_order.begin(self.forward_order.current[::-1])
@@ -208,11 +221,11 @@ class Engine:
         """Free the unit and reduce its gradients, in the order the ranks agreed on."""
         if not self.backward_runs:
             self.open_backward()
-        if self.frees_in_pass and unit.frees_early and not unit.options.keep_after_backward:
+        if self.policy.frees_in_pass and unit.frees_early and not unit.options.keep_after_backward:
             unit.free()
         if unit.gradients is None or unit.issued:
             return
-        if self.unseen is not None and self.unseen:
+        if self.unseen:
             self._note_seen(unit)
         unit.expect_gradients()
         unit.issued = True
@@ -257,23 +270,23 @@ class Engine:
         self._reset_backward()
         if marks.on is not None:
             marks.on.turn("", "optimizer")
+        policy = self.policy
         for unit in self.units:
             if unit.options.keep_after_backward:
                 continue
             unit.hide()
-            if self.frees_in_pass or (self.frees_after_step and self.last_micro):
+            if policy.frees_in_pass or (policy.frees_after_step and self.last_micro):
                 unit.free()
 
     def end_step(self, ran: bool) -> None:
         """The sums are complete: agree on parameters that nobody used, and attach the rest."""
         if self.agreement.tracks_unused:
-            unused = frozenset(self.unseen or ())
             names = [unit.name for unit in self.ready]
-            absent, order = self.agreement.settle(ran, unused, names)
+            absent, order = self.agreement.settle(ran, frozenset(self.unseen), names)
             if order is not None:
                 self._reduce_in(order)
         else:
-            absent = frozenset()
+            absent = self._left_out()
         for unit in self.reduce_order:
             if unit.complete:
                 assert unit.gradients is not None
@@ -281,6 +294,14 @@ class Engine:
                 unit.opened = unit.complete = False
         if self.last_micro:
             self._reset_unseen()
+
+    def _left_out(self) -> frozenset[str]:
+        """Parameters of units that no forward of this step ran. Ranks of a shard group run the same
+        units; replicas need not, so theirs count as zeros.
+        """
+        out = [unit for unit in self.reduce_order if unit not in self.ran]
+        alike = [u for u in out if u.mesh.shard.size > 1 and u.mesh.replicate.size == 1]
+        return frozenset(member.name for unit in alike for member in unit.parameters.members)
 
     def run_nothing(self) -> None:
         """A step without micro-batches on this rank's shard group: join the replicas with zeros."""
@@ -290,17 +311,16 @@ class Engine:
         self.end_step(ran=False)
 
     def _note_seen(self, unit: Unit) -> None:
-        if self.unseen is not None and unit.gradients is not None:
+        if unit.gradients is not None:
             for member, shown in zip(unit.gradients.members, unit.gradients.shown, strict=True):
                 if shown.grad is not None:
                     self.unseen.discard(member.name)
 
     def _reset_unseen(self) -> None:
         """Which parameters go unused is followed only while the ranks compare it."""
-        if not self.agreement.tracks_unused:
-            self.unseen = None
-            return
-        trained = [unit.gradients for unit in self.reduce_order if unit.gradients]
+        self.ran.clear()
+        asked = self.units if self.agreement.tracks_unused else []
+        trained = [unit.gradients for unit in asked if unit.gradients is not None]
         self.unseen = {member.name for gradients in trained for member in gradients.members}
 
     def reset(self) -> None:
@@ -326,21 +346,21 @@ class Engine:
             unit.open_inputs = unit.untracked = 0
             unit.expect_gradients()
 
-    def _reduce_in(self, names: list[str]) -> None:
+    def _reduce_in(self, names: Sequence[str]) -> None:
         """Reduce in the order of the first step's backward, what it did not reach at the end."""
         place = {name: i for i, name in enumerate(names)}
         self.reduce_order.sort(key=lambda unit: place.get(unit.name, len(place)))
 
     def follow_requires_grad(self) -> None:
         """Notice parameters frozen or unfrozen since the last pass."""
-        changed = [unit for unit in self.units if unit.follow_requires_grad()]
-        if changed:
+        if any([unit.follow_requires_grad() for unit in self.units]):
             self._follow_gradients()
 
     def _follow_gradients(self) -> None:
         """Other parameters are trained than before, or they stand in other memory."""
         self.relayouts += 1
-        self.reduce_order = order_units(self.units)
+        # Before any step has shown it: backward comes from the model's end, the root unit last.
+        self.reduce_order = [unit for unit in reversed(self.units) if unit.gradients is not None]
         self.agreement.first = self.agreement.tracks_unused = True
         self._reset_unseen()
         for unit in self.reduce_order:

@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.runtime.guard import engine_of
+
 _SAYS = "got mixed torch.Tensor and DTensor"
 _PARTS = re.compile(r"\.(\w+)|\[(\w+)\]")
 _CHAIN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\w+\])+")
@@ -55,12 +57,9 @@ def _look_up(frame: FrameType, chain: str) -> Any:
 
 
 def _name_of(value: Any) -> str | None:
-    engine = getattr(value, "_shardwise_engine", None) if isinstance(value, DTensor) else None
-    found = engine() if engine is not None else None
-    if found is None:
-        return None
-    for unit in found.units:
+    engine = engine_of(value) if isinstance(value, DTensor) else None
+    for unit in engine.units if engine is not None else ():
         for member, visible in zip(unit.parameters.members, unit.parameters.visible, strict=True):
             if visible is value:
-                return str(member.name)
+                return member.name
     return None

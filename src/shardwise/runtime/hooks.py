@@ -43,7 +43,7 @@ class Node:
         self.engine, self.is_root = engine, is_root
         # Freeing inside backward waits for the gradient of the unit's input: only then is every
         # weight used up.
-        self.tracks_inputs = engine.frees_in_pass and not is_root
+        self.tracks_inputs = engine.policy.frees_in_pass and not is_root
 
     def hang(self) -> None:
         """Put the hooks on the module."""
@@ -127,10 +127,7 @@ class Node:
 
     def _input_done(self, unit: Unit) -> None:
         unit.open_inputs -= 1
-        if unit.gradients is None and unit.open_inputs <= 0:
-            if not unit.options.keep_after_backward:
-                unit.free()
-        elif unit.gradients is not None and unit.open_inputs <= 0:
+        if unit.open_inputs <= 0:
             assert self.engine is not None
             self.engine.inputs_done(unit)
 

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.runtime.stretches import (
-    Neighbours,
-    State,
-    States,
-    Stretch,
-    engine_of,
-    find_stretches,
-)
+from shardwise.runtime import guard
+from shardwise.runtime.stretches import Neighbours, Part, State, States, Stretch, find_parts
+
+if TYPE_CHECKING:
+    from shardwise.runtime.engine import Engine
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
@@ -33,32 +30,47 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 class LocalStep:
-    """One optimizer's parameters as stretches."""
+    """What is known of one optimizer: the engines of its parameters, and the parts they step as."""
 
     def __init__(self) -> None:
+        self._engines: list[weakref.ref[Engine]] = []
+        self._found_from = (0, 0)  # how many parameter groups and marks there were then
+        self._layouts: list[int] = []  # of the engines, when the parts were made
         self._visible: list[list[torch.Tensor]] = []  # by param group, as the optimizer has them
-        self._groups: list[list[Stretch | torch.Tensor]] = []  # by param group, for the step
-        self._stretches: list[Stretch] = []
-        self._others: list[torch.Tensor] = []  # parameters that step as they are
-        self._engines: list[Any] = []
-        self._layouts: list[int] = []
+        self._parts: list[list[Part]] = []  # by param group, for the step
+        self._stretches: list[Stretch] = []  # those of them that are
         self._state: defaultdict[torch.Tensor, State] = defaultdict(dict)
         self._hidden: list[list[torch.Tensor]] | None = None
 
-    def take(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Do the optimizer's step and leave nothing for its own; False if it has to do it itself.
-        `restore` ends what a True began.
+    def find_engines(self, optimizer: torch.optim.Optimizer) -> list[Engine]:
+        """The engines of the optimizer's parameters; looked for again where there are more
+        parameter groups or engines now.
         """
-        self.restore(optimizer)
-        self._follow(optimizer)
+        found_from = len(optimizer.param_groups), guard.marked
+        if self._found_from != found_from:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for parameter in parameters:
+                _check_unmoved(parameter, optimizer)
+            engines = {id(e): e for e in map(guard.engine_of, parameters) if e is not None}
+            self._engines = [weakref.ref(engine) for engine in engines.values()]
+            self._found_from = found_from
+        return [engine for reference in self._engines if (engine := reference()) is not None]
+
+    def take(self, optimizer: torch.optim.Optimizer, engines: list[Engine]) -> None:
+        """Do the optimizer's step and leave nothing for its own until `restore`, if the parameters
+        make stretches.
+        """
+        self._follow(optimizer, [engine.relayouts for engine in engines])
+        if not self._stretches:
+            return
         groups, public = optimizer.param_groups, optimizer.state
         lists = [group["params"] for group in groups]
         try:
-            if not self._stretches or not self._prepare(public):
-                return False
+            if not self._prepare(public):
+                return
             optimizer.state = self._state
-            for group, parts in zip(groups, self._groups, strict=True):
-                group["params"] = [p.tensor if isinstance(p, Stretch) else p for p in parts]
+            for group, parts in zip(groups, self._parts, strict=True):
+                group["params"] = [part.tensor for part in parts]
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
         finally:
             optimizer.state = public
@@ -66,11 +78,11 @@ class LocalStep:
                 group["params"] = parameters
             for stretch in self._stretches:
                 stretch.tensor.grad = None
-        self._show_state(public)
-        self._hidden = lists
-        for group in groups:
+        for group, parts in zip(groups, self._parts, strict=True):
+            for part in parts:
+                part.show_state(self._state, public)
             group["params"] = []
-        return True
+        self._hidden = lists
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer its parameters back after a step that had nothing to do."""
@@ -79,10 +91,9 @@ class LocalStep:
                 group["params"] = parameters
             self._hidden = None
 
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def _follow(self, optimizer: torch.optim.Optimizer, layouts: list[int]) -> None:
         """Look at the parameters again where they, or the memory under them, are others now."""
         visible = [group["params"] for group in optimizer.param_groups]
-        layouts = [engine.relayouts for engine in map(_call, self._engines) if engine is not None]
         if (
             len(visible) == len(self._visible)
             and layouts == self._layouts
@@ -91,67 +102,75 @@ class LocalStep:
         ):
             return
         self._visible = [list(parameters) for parameters in visible]
-        engines = {id(e): e for parameters in visible for e in map(engine_of, parameters) if e}
-        self._engines = [weakref.ref(engine) for engine in engines.values()]
-        self._layouts = [engine.relayouts for engine in engines.values()]
+        self._layouts = layouts
         self._state.clear()
-        self._groups = [find_stretches(parameters) for parameters in visible]
-        self._list_parts()
+        self._parts = [find_parts(parameters) for parameters in visible]
+        self._list_stretches()
 
-    def _list_parts(self) -> None:
-        parts = [part for group in self._groups for part in group]
+    def _list_stretches(self) -> None:
+        parts = [part for group in self._parts for part in group]
         self._stretches = [part for part in parts if isinstance(part, Stretch)]
-        self._others = [part for part in parts if not isinstance(part, Stretch)]
 
     def _prepare(self, public: States) -> bool:
         """Gradients and state for the step. Neighbours that no longer go together, because some
-        have no gradient or another state, part for good.
+        have no gradient or another state, part for good. False if torch has to do the step.
         """
-        for group in self._groups:
-            for part in list(group):
-                if isinstance(part, Stretch) and not self._ready(part, public):
-                    if not isinstance(part, Neighbours):
-                        return False
-                    at = group.index(part)
-                    self._state.pop(part.tensor, None)
-                    part.tensor.grad = None
-                    group[at : at + 1] = part.part(public)
-                    self._list_parts()
-                    return self._prepare(public)
-        for parameter in self._others:
-            self._state.pop(parameter, None)
-            if parameter in public:
-                self._state[parameter] = public[parameter]
+        for parts in self._parts:
+            at = 0
+            while at < len(parts):
+                part = parts[at]
+                if part.hang_gradient() and part.take_state(public, self._state):
+                    at += 1
+                elif isinstance(part, Neighbours):
+                    parts[at : at + 1] = part.split(public, self._state)
+                    self._list_stretches()
+                else:
+                    return False
         return True
-
-    def _ready(self, stretch: Stretch, public: States) -> bool:
-        return stretch.hang_gradient() and stretch.take_state(public, self._state)
-
-    def _show_state(self, public: States) -> None:
-        for stretch in self._stretches:
-            stretch.show_state(self._state, public)
-        for parameter in self._others:
-            if parameter in self._state:
-                public[parameter] = self._state[parameter]
 
 
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep] = weakref.WeakKeyDictionary()
+_installed = False
 
 
-def step_locally(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before an optimizer's step: do it on local tensors, where that gives the same."""
-    if not _takes(optimizer, args, kwargs):
-        return
-    if optimizer not in _steps:
-        _steps[optimizer] = LocalStep()
-    _steps[optimizer].take(optimizer)
+def watch_optimizers() -> None:
+    """Check every optimizer at its `step` from now on, and let those over sharded parameters step
+    on local rows. Installed with the first sharded model, not on import.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+        torch_optimizer.register_optimizer_step_post_hook(_after_step)
 
 
-def end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After an optimizer's step."""
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    known = _steps.get(optimizer)
+    if known is None:
+        known = _steps[optimizer] = LocalStep()
+    known.restore(optimizer)  # its last step ended in an error
+    engines = known.find_engines(optimizer)
+    for engine in engines:
+        engine.check_interrupted()
+    if engines and _takes(optimizer, args, kwargs):
+        known.take(optimizer, engines)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = _steps.get(optimizer)
     if known is not None:
         known.restore(optimizer)
+
+
+def _check_unmoved(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Error if the optimizer is from before sharding."""
+    moved = getattr(parameter, "_shardwise_moved", None)
+    if moved is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was built before sharding and holds the old parameter "
+            f"{moved!r}, which no longer trains; build the optimizer from model.parameters() "
+            "after sw.shard(model, plan) or fully_shard(model)"
+        )
 
 
 def _takes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
@@ -183,16 +202,12 @@ def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if engine_of(parameter) is None:
+            if guard.engine_of(parameter) is None:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
                     "build the optimizer from model.parameters() after sw.shard(model, plan)"
                 )
     return optimizer
-
-
-def _call(reference: Any) -> Any:
-    return reference()
 
 
 def _same(now: list[torch.Tensor], then: list[torch.Tensor]) -> bool:

@@ -25,7 +25,7 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     items = list(batches)
     total = len(items)
     engine.agreement.check_counts(total, engine.forward_order.names)
-    engine.compare_values()
+    engine.agreement.check_values(engine.units)
     if total == 0:
         engine.run_nothing()
         return

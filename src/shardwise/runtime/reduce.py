@@ -17,10 +17,9 @@ from collections.abc import Iterator
 
 import torch
 
-from shardwise.comms import marks, versions
+from shardwise.comms import marks
 from shardwise.comms.lanes import Lane, Lanes
-from shardwise.comms.real import DONE, Handle
-from shardwise.planning.placement import Rows
+from shardwise.comms.real import DONE, Handle, allocate
 from shardwise.runtime.policy import Policy
 from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.unit import Unit
@@ -69,9 +68,9 @@ class Reducer:
     """Turns the gradients that backward left on shown parameters into sums in the buffers."""
 
     def __init__(self, policy: Policy, lanes: Lanes) -> None:
-        self.scatter_lane, self.replica_lane = lanes.scatter, lanes.replica
+        self.lanes = lanes
         self.ring: deque[Reduction] = deque()
-        self.depth = policy.depth(self.scatter_lane)
+        self.depth = policy.depth(lanes.scatter)
         self._crossed = False  # the replica lane was used in this backward
         self._offloads = False  # sums went to the host in this backward
 
@@ -85,26 +84,25 @@ class Reducer:
         while self.ring and len(self.ring) >= self.depth:
             self.ring.popleft().retire()
         self._open_buffer(unit, gradients)
-        lane, whole, custom = self.scatter_lane, mesh.shard.size == 1, options.custom_scatter
-        flat = gradients.flat
+        lane, whole, custom = self.lanes.scatter, mesh.shard.size == 1, options.custom_scatter
+        flat, layout, dtype = gradients.flat, gradients.layout, gradients.reduce_dtype
         # The gradient buffer itself takes the sum, where nothing has to be added to it or cast.
-        direct = unit.overwrite and unit.partial is None and unit.reduce_dtype == flat.dtype
+        direct = unit.overwrite and unit.partial is None and dtype == flat.dtype
         direct = direct and custom is None and gradients.offload is None
         adds_up = not scatter or unit.accumulator is not None
-        found = take_gradients(gradients)
+        found = gradients.take()
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
         with marks.range("pack", unit.name), lane.behind_compute():
-            own = len(found) == 1 and found[0].dtype == unit.reduce_dtype  # it is its own slot
+            own = len(found) == 1 and found[0].dtype == dtype  # it is its own slot
             reused = gradients.slot if not (adds_up or own or custom) else None
             if reused is not None:
                 slot = reused.pack(found)
             else:
                 into = flat if direct and whole else None
                 if custom is not None:
-                    numel = (gradients.layout.full_numel,)
-                    into = custom.allocate(numel, dtype=unit.reduce_dtype, device=mesh.device)
-                slot = pack(unit, gradients, found, into, borrow=not adds_up)
+                    into = allocate(custom, layout.full_numel, dtype, mesh.device)
+                slot = gradients.pack(found, into, borrow=not adds_up)
             if slot is flat:
                 unit.overwrite = False
             if unit.accumulator is not None:
@@ -114,7 +112,10 @@ class Reducer:
             if scatter and options.divide_before != 1.0:
                 slot.div_(options.divide_before)
             if scatter and not whole:
-                scattered = flat if direct else self._make_scattered(unit, gradients, slot)
+                if direct:
+                    scattered = flat
+                else:
+                    scattered = allocate(custom, layout.shard_numel, dtype, mesh.device)
         packed = lane.mark(unit.packed)
         if not scatter:
             self._start(Reduction(iter([(lane, DONE)]), found, packed))
@@ -134,14 +135,6 @@ class Reducer:
         if reused is not None:
             reused.buffer.release()  # in the lane's order: behind the reduce-scatter just queued
 
-    @staticmethod
-    def _make_scattered(unit: Unit, gradients: Gradients, slot: torch.Tensor) -> torch.Tensor:
-        numel, custom = gradients.layout.shard_numel, unit.options.custom_scatter
-        if custom is None:
-            return slot.new_empty(numel)
-        made: torch.Tensor = custom.allocate((numel,), dtype=slot.dtype, device=slot.device)
-        return made
-
     def contribute_zero(self, unit: Unit) -> None:
         """Join the replicas' all-reduce of a step in which this rank's shard group ran no
         micro-batch.
@@ -149,7 +142,8 @@ class Reducer:
         gradients = unit.gradients
         assert gradients is not None
         self._open_buffer(unit, gradients)
-        zeros = torch.zeros_like(gradients.flat, dtype=unit.reduce_dtype, device=unit.mesh.device)
+        flat, device = gradients.flat, unit.mesh.device
+        zeros = torch.zeros_like(flat, dtype=gradients.reduce_dtype, device=device)
         steps = self._finish_steps(unit, gradients, zeros, unit.overwrite)
         unit.overwrite, unit.complete = False, True
         self._start(Reduction(steps, [zeros], None))
@@ -171,11 +165,11 @@ class Reducer:
         """Compute waits for every reduce under way."""
         while self.ring:
             self.ring.popleft().retire()
-        self.scatter_lane.join(self.scatter_lane.mark())
+        self.lanes.scatter.join(self.lanes.scatter.mark())
         if self._crossed:
-            self.replica_lane.join(self.replica_lane.mark())
+            self.lanes.replica.join(self.lanes.replica.mark())
         if self._offloads:
-            for lane in (self.scatter_lane, self.replica_lane):
+            for lane in (self.lanes.scatter, self.lanes.replica):
                 lane.block_host()
         self._crossed = self._offloads = False
 
@@ -194,7 +188,7 @@ class Reducer:
         delays: bool,
     ) -> Steps:
         """Reduce-scatter, then what follows; each yield is something to wait for first."""
-        lane = self.scatter_lane
+        lane = self.lanes.scatter
         if slot is scattered:
             yield lane, DONE
         else:
@@ -218,10 +212,10 @@ class Reducer:
         self, unit: Unit, gradients: Gradients, scattered: torch.Tensor, overwrites: bool
     ) -> Steps:
         """All-reduce across replicas, divide, and add to the gradient buffer."""
-        lane, options = self.scatter_lane, unit.options
+        lane, options = self.lanes.scatter, unit.options
         if unit.mesh.replicate.size > 1:
-            lane, self._crossed = self.replica_lane, True
-            lane.follow(self.scatter_lane)
+            lane, self._crossed = self.lanes.replica, True
+            lane.follow(self.lanes.scatter)
             with marks.range("reduce", unit.name), lane.behind_compute():
                 handle = unit.mesh.replicate.all_reduce(scattered)
             yield lane, handle
@@ -242,58 +236,3 @@ class Reducer:
                 else:
                     flat.add_(scattered)
             yield lane, DONE
-
-
-def take_gradients(gradients: Gradients) -> list[torch.Tensor]:
-    """Take the gradients off the shown parameters; a parameter without one counts as zeros."""
-    found = []
-    for shown in gradients.shown:
-        grad = shown.grad
-        found.append(torch.zeros_like(shown) if grad is None else grad)
-        shown.grad = None
-    if gradients.nested:
-        found = [
-            member.nested.local_gradient(grad) if member.nested is not None else grad
-            for member, grad in zip(gradients.members, found, strict=True)
-        ]
-    return found
-
-
-def pack(
-    unit: Unit,
-    gradients: Gradients,
-    found: list[torch.Tensor],
-    into: torch.Tensor | None,
-    borrow: bool,
-) -> torch.Tensor:
-    """Lay gradients rank after rank in the reduce dtype: one kernel for the unit.
-
-    A single evenly cut gradient of the right dtype can be its own slot, if it is only borrowed.
-    """
-    layout = gradients.layout
-    only = found[0]
-    rows = layout.rows[0]
-    alone = borrow and len(found) == 1 and into is None and rows.even and not rows.dim
-    if alone and only.dtype == unit.reduce_dtype and only.is_contiguous():
-        return only.view(-1)
-    slot = into
-    if slot is None:
-        slot = torch.empty(layout.full_numel, dtype=unit.reduce_dtype, device=only.device)
-    if gradients.odd:
-        found = [
-            _rank_after_rank(grad, rows)
-            for grad, rows in zip(found, layout.rows, strict=True)
-            if rows.part > 0
-        ]
-    if found:
-        versions.chunk_cat(found, layout.ranks, slot.view(layout.ranks, -1))
-    return slot
-
-
-def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """A gradient whose rows of dim 0 are what the ranks get."""
-    if rows.replicated:
-        return grad.expand(rows.ranks)
-    if rows.dim:
-        return grad.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0).flatten(1)
-    return grad

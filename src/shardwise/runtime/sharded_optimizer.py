@@ -58,11 +58,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for g in self.param_groups:
             owned = [self._pieces[i] for i in range(at, at + len(g["params"])) if i in self._pieces]
             at += len(g["params"])
-            groups.append({**{k: v for k, v in g.items() if k != "params"}, "params": owned})
+            groups.append({**_settings(g), "params": owned})
         self.inner = optimizer_class(groups, **defaults)
         # The inner optimizer knows settings that the caller left at their defaults.
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+            ours.update(_settings(theirs))
         self.state = self.inner.state
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            theirs.update({key: value for key, value in ours.items() if key != "params"})
+            theirs.update(_settings(ours))
         for index, first, stop in self.shares[self.rank]:
             grad = self._parameters[index].grad
             self._pieces[index].grad = None if grad is None else _rows(grad, first, stop)
@@ -164,31 +164,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "save full_state_dict() to load at another size"
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update(_settings(saved))
         for index, first, stop in self.shares[self.rank]:
             saved = dict(state_dict["state"].get(index, {}))
             rows = saved.pop("rows", None)
             piece, parameter = self._pieces[index], self._parameters[index]
             for key, value in saved.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and rows is None
-                    and value.shape == parameter.shape
-                    and value.dim()
-                ):
-                    value = _rows(value, first, stop)
-                self.inner.state[piece][key] = (
-                    value.clone() if isinstance(value, torch.Tensor) else value
-                )
+                if isinstance(value, torch.Tensor):
+                    if rows is None and value.shape == parameter.shape:
+                        value = _rows(value, first, stop)
+                    value = value.clone()
+                self.inner.state[piece][key] = value
 
     def _plain_groups(self) -> list[dict[str, Any]]:
         groups, at = [], 0
         for group in self.param_groups:
             count = len(group["params"])
-            plain = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**plain, "params": list(range(at, at + count))})
+            groups.append({**_settings(group), "params": list(range(at, at + count))})
             at += count
         return groups
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _rows(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:

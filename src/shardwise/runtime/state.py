@@ -32,10 +32,10 @@ def full_state_dict(
     for unit in engine.units:
         unit.follow()
         unit.hide()
-        for member, tensor in _gather_masters(unit):
+        for names, tensor in _gather_masters(unit):
             if wanted:
                 moved = tensor.to(device) if device is not None else tensor
-                whole.update(dict.fromkeys(member, moved))
+                whole.update(dict.fromkeys(names, moved))
     if not wanted:
         return {}
     state = model.state_dict()

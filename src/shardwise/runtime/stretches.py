@@ -1,4 +1,5 @@
-"""Stretches: the parameters that an optimizer steps as one plain tensor, and their state.
+"""The parts that an optimizer steps: stretches, which are parameters as one plain tensor, and
+parameters as they are.
 
 Optimizers that treat every element alike may see neighbouring parameters of a unit as one flat
 tensor over the unit's buffers: a handful of kernels per step, and no work per parameter. The
@@ -7,7 +8,6 @@ program sees none of it: parameters, gradients and state stay what they are, ove
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.comms.versions import local_of
+from shardwise.runtime.guard import engine_of
 from shardwise.sharding.forms import Form
 from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.unit import Unit
@@ -28,24 +29,48 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 _VECTOR = 64
 
 
-class Stretch:
-    """Parameters that step together: `tensor` is the memory of all of them.
+class Part:
+    """A parameter that steps as it is, on its own gradient and state."""
 
-    `behind` is the state as the step has it, `seen` the same as the program sees it, by parameter.
-    """
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor  # what the optimizer steps
+
+    def hang_gradient(self) -> bool:
+        """Give the tensor its gradient; False if the parameters' own do not make one."""
+        return True
+
+    def take_state(self, public: States, own: States) -> bool:
+        """Bring the state into `own`; the program may have loaded, changed or dropped any of it.
+        False if the parameters' states do not make one.
+        """
+        own.pop(self.tensor, None)
+        if self.tensor in public:
+            own[self.tensor] = public[self.tensor]
+        return True
+
+    def show_state(self, own: States, public: States) -> None:
+        """Let the program see what the step made, as the optimizer would have of its parameters."""
+        if self.tensor in own:
+            public[self.tensor] = own[self.tensor]
+
+
+class Stretch(Part):
+    """Parameters that step together: `tensor` is the memory of all of them."""
 
     def __init__(self, members: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self.members, self.tensor = list(members), tensor
+        super().__init__(tensor)
+        self.members = list(members)
         self.sources = [local_of(member) for member in members]
         pairs = zip(self.members, self.sources, strict=True)
         self._standing = [(m, source) for m, source in pairs if isinstance(m, DTensor)]
-        self.behind: State | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self.behind = None
-        self.seen: list[State] = [{} for _ in self.members]
-        self._shown: State = {}  # what was `behind` when the program saw it
+        # The state as the step has it (to look it up takes longer), as the program last saw it, by
+        # parameter, and what that was made of.
+        self._behind: State | None = None
+        self._seen: list[State] = [{} for _ in self.members]
+        self._shown: State = {}
 
     @property
     def unmoved(self) -> bool:
@@ -55,20 +80,13 @@ class Stretch:
                 return False
         return True
 
-    def hang_gradient(self) -> bool:
-        """Give the tensor its gradient; False if the parameters' own do not make one."""
-        raise NotImplementedError
-
     def cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of a tensor that is laid out as `self.tensor` is."""
         raise NotImplementedError
 
     def take_state(self, public: States, own: States) -> bool:
-        """Bring the state into `own`; the program may have loaded, changed or dropped any of it.
-        False if the parameters' states do not make one.
-        """
         states = [public.get(member) for member in self.members]
-        if self.behind is not None and all(map(_unchanged, states, self.seen)):
+        if self._behind is not None and all(map(_unchanged, states, self._seen)):
             return True
         own.pop(self.tensor, None)
         self._forget()
@@ -77,7 +95,7 @@ class Stretch:
         joined = self._join([state or {} for state in states])
         if joined is None:
             return False
-        self.behind = own[self.tensor] = joined
+        own[self.tensor] = joined
         self.show_state(own, public)
         return True
 
@@ -104,15 +122,14 @@ class Stretch:
         )
 
     def show_state(self, own: States, public: States) -> None:
-        """Let the program see what the step made, as the optimizer would have of its parameters."""
-        if self.behind is None:
-            self.behind = own.get(self.tensor)
-        for key, value in (self.behind or {}).items():
+        if self._behind is None:
+            self._behind = own.get(self.tensor)
+        for key, value in (self._behind or {}).items():
             if self._shown.get(key, self) is value:
                 continue
             self._shown[key] = value
             parts = self._wrap(key, value)
-            for member, seen, part in zip(self.members, self.seen, parts, strict=True):
+            for member, seen, part in zip(self.members, self._seen, parts, strict=True):
                 seen[key] = public[member][key] = part
 
     def _wrap(self, key: str, value: Any) -> list[Any]:
@@ -154,17 +171,15 @@ class Neighbours(Stretch):
     they are those from number `first` on.
     """
 
-    def __init__(self, unit: Unit, gradients: Gradients, first: int, count: int) -> None:
+    def __init__(
+        self, master: torch.Tensor, at: int, gradients: Gradients, first: int, count: int
+    ) -> None:
+        """In `master` they start at `at`."""
         self._gradients, self._first = gradients, first
-        rows = gradients.layout.rows[first : first + count]
-        start, size = gradients.layout.offsets[first], sum(r.part for r in rows)
-        parameters, members = unit.parameters, gradients.visible[first : first + count]
-        pairs = zip(parameters.visible, parameters.layout.offsets, strict=True)
-        at = next(offset for visible, offset in pairs if visible is members[0])
-        super().__init__(members, parameters.master[at : at + size])
-        self._offsets = [
-            gradients.layout.offsets[first + i] - start for i in range(len(self.members))
-        ]
+        layout, these = gradients.layout, slice(first, first + count)
+        start, size = layout.offsets[first], sum(rows.part for rows in layout.rows[these])
+        super().__init__(gradients.visible[these], master[at : at + size])
+        self._offsets = [offset - start for offset in layout.offsets[these]]
         with gradients.buffer.present():
             self._gradient = gradients.flat[start : start + size]
 
@@ -188,76 +203,65 @@ class Neighbours(Stretch):
             for start, source in zip(self._offsets, self.sources, strict=True)
         ]
 
-    def part(self, public: States) -> list[Stretch | torch.Tensor]:
-        """Each parameter by itself from now on: a stretch, or as it is if it is a plain one."""
+    def split(self, public: States, own: States) -> list[Part]:
+        """Each parameter by itself from now on."""
+        own.pop(self.tensor, None)
+        self.tensor.grad = None
         for member in self.members:
             state = public.get(member, {})
             state.update({key: _copy(state[key]) for key in state.keys() & _NUMBERS})
-        return [as_it_is(member) for member in self.members]
+        return [_by_itself(member) for member in self.members]
 
 
-def as_it_is(parameter: torch.Tensor) -> Stretch | torch.Tensor:
-    return Alone(parameter) if isinstance(parameter, DTensor) else parameter
+def _by_itself(parameter: torch.Tensor) -> Part:
+    return Alone(parameter) if isinstance(parameter, DTensor) else Part(parameter)
 
 
-def find_stretches(parameters: Sequence[torch.Tensor]) -> list[Stretch | torch.Tensor]:
+def find_parts(parameters: Sequence[torch.Tensor]) -> list[Part]:
     """What to step for the parameters of one group: stretches of those that shardwise shards, the
     longest that lie side by side, and all others as they are.
     """
     members = {id(parameter): parameter for parameter in parameters}
-    found: list[Stretch | torch.Tensor] = []
-    for unit in _units_of(parameters):
+    engines = {id(engine): engine for engine in map(engine_of, parameters) if engine is not None}
+    found: list[Part] = []
+    for unit in (unit for engine in engines.values() for unit in engine.units):
         gradients = unit.gradients
         if gradients is None:
             continue
-        for first, count in _runs(unit, gradients, members):
+        for at, first, count in _runs(unit, gradients, members):
             if count > 1:
-                found.append(Neighbours(unit, gradients, first, count))
+                found.append(Neighbours(unit.parameters.master, at, gradients, first, count))
             else:
-                found.append(as_it_is(gradients.visible[first]))
+                found.append(_by_itself(gradients.visible[first]))
             for parameter in gradients.visible[first : first + count]:
                 members.pop(id(parameter), None)
-    return found + list(members.values())
-
-
-def _units_of(parameters: Sequence[torch.Tensor]) -> list[Unit]:
-    engines = [engine_of(parameter) for parameter in parameters]
-    engines = list({id(engine): engine for engine in engines if engine is not None}.values())
-    return [unit for engine in engines for unit in engine.units]
-
-
-def engine_of(parameter: torch.Tensor) -> Any:
-    """The engine that shards a parameter, if one does."""
-    reference: weakref.ref[Any] | None = parameter.__dict__.get("_shardwise_engine")
-    return reference() if reference is not None else None
+    return found + [Part(parameter) for parameter in members.values()]
 
 
 def _runs(
     unit: Unit, gradients: Gradients, members: dict[int, torch.Tensor]
-) -> list[tuple[int, int]]:
-    """First and number of those of a unit's trained parameters that are members and lie side by
-    side in the master.
+) -> list[tuple[int, int, int]]:
+    """Those of a unit's trained parameters that are members and lie side by side in the master:
+    where they start there, the number of the first among the gradients, how many they are.
     """
-    parameters = unit.parameters
-    spans = {
-        id(visible): (offset, offset + rows.part)
-        for visible, offset, rows in zip(
-            parameters.visible, parameters.layout.offsets, parameters.layout.rows, strict=True
-        )
-    }
-    runs: list[tuple[int, int]] = []
-    end = -1
-    for i, visible in enumerate(gradients.visible):
-        if id(visible) not in members:
+    visible, layout = unit.parameters.visible, unit.parameters.layout
+    starts = dict(zip(map(id, visible), layout.offsets, strict=True))
+    runs: list[tuple[int, int, int]] = []
+    end = -1  # where the next one would have to start
+    for i, (parameter, rows) in enumerate(
+        zip(gradients.visible, gradients.layout.rows, strict=True)
+    ):
+        if id(parameter) not in members:
             end = -1
             continue
-        start, stop = spans[id(visible)]
-        whole = visible.device.type != "cpu" or local_of(visible).numel() % _VECTOR == 0
-        if start == end and whole:
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        start = starts[id(parameter)]
+        fills = parameter.device.type != "cpu" or local_of(parameter).numel() % _VECTOR == 0
+        if start == end and fills:
+            at, first, count = runs[-1]
+            runs[-1] = at, first, count + 1
         else:
-            runs.append((i, 1))
-        end = stop if whole else -1
+            runs.append((start, i, 1))
+        end = start + rows.part if fills else -1
     return runs
 
 

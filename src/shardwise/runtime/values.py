@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 
-_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
+_PLAIN = (
+    torch.Tensor, str, bytes, int, float, complex, type(None), numpy.ndarray, numpy.generic
+)  # fmt: skip
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -8,17 +8,14 @@ of the tensors that it names, and hands what arrived back to it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.comms import versions
 from shardwise.comms.real import DONE, Group, Handle
-from shardwise.planning.placement import lay_out
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.route import Unpack
 from shardwise.sharding.storage import Member, Parameters
@@ -56,59 +53,38 @@ class Memory:
         for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)
 
-    @contextmanager
-    def present(self) -> Iterator[None]:
-        yield
-
 
 class ExtendedParameters(Parameters):
-    """One parameter with its own all-gather, in the place of a unit's flat buffers."""
+    """One parameter with its own all-gather: `master` and `visible` are of its class, and `full` is
+    what it makes of the tensors that travelled.
+    """
+
+    aliased = False
 
     def __init__(self, member: Member, mesh: Mesh, precision: Any) -> None:
-        self.mesh, self.plain, self.offload, self.precision = mesh, False, None, precision
-        self.members = [member]
-        self.layout = lay_out([member.shape], mesh.shard.size, [member.dim])
+        self.precision = precision
+        super().__init__([member], mesh)
+
+    def _make_master(self, like: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, inside of `padded`, which has as many on every rank and travels."""
         rows = self.layout.rows[0]
-        original = member.original
-        values = versions.local_of(original.data)
-        self.dtype = original.dtype
-        with torch.no_grad():
-            local = values if member.sharded else self._own_rows(values, rows)
-            padded = values.new_zeros((rows.rows, *rows.shape[1:]) if not rows.dim else local.shape)
-            inside = padded.narrow(rows.dim, 0, local.shape[rows.dim])
-            inside.copy_(local)
-            self.padded, self.master = padded, inside
-            form = member.form(rows, mesh)
-            visible = versions.make_parameter(form.wrap(inside), original.requires_grad)
-        visible.__dict__.update(original.__dict__)
-        self.visible = [visible]
-        self._local_seen = versions.local_of(visible)
-        self.shown = []
-        self.aliased = False
-        self._sums = None
-        self.buffer = cast(Any, Memory())
+        self.padded = like.new_zeros(rows.local_shape(0))
+        return self.padded.narrow(rows.dim, 0, rows.local_shape(self.mesh.shard.rank)[rows.dim])
+
+    def _local(self, master: torch.Tensor, i: int) -> torch.Tensor:
+        return master
 
     def prepare(self, compute_dtype: torch.dtype) -> None:
         """Gather once, because only then does the parameter say what it is whole."""
         self.compute_dtype = compute_dtype
         self.buffer = cast(Any, Memory())
         self.shown = []
-        route = ExtendedRoute(self)
-        handle, unpack = route.start()
+        handle, unpack = ExtendedRoute(self).start()
         handle.wait()
         unpack()
 
-    @property
-    def unmoved(self) -> bool:
-        same = self.members[0].registered is self.visible[0]
-        return same and versions.local_of(self.visible[0]) is self._local_seen
-
-    def follow(self) -> None:
-        """Take over a parameter that was cast, moved or replaced."""
-        found = self.members[0].registered
-        self.visible = [found]
-        self._local_seen = self.master = versions.local_of(cast(DTensor, found.data))
-        self.padded, self.dtype = self.master, found.dtype
+    def make_route(self, mode: str, custom: Any) -> ExtendedRoute:
+        return ExtendedRoute(self)
 
 
 class ExtendedRoute:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.comms import versions
 from shardwise.planning.placement import Rows
@@ -32,7 +32,9 @@ class Form:
     @classmethod
     def of_rows(cls, rows: Rows, mesh: Mesh) -> Form:
         """A plain parameter cut like `rows`."""
-        return cls(mesh.device_mesh, mesh.placements(rows), torch.Size(rows.shape))
+        inner: Placement = Replicate() if rows.replicated else Shard(rows.dim)
+        placements = (Replicate(), inner) if mesh.device_mesh.ndim == 2 else (inner,)
+        return cls(mesh.device_mesh, placements, torch.Size(rows.shape))
 
     @classmethod
     def of(cls, tensor: DTensor) -> Form:

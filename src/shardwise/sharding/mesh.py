@@ -9,11 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise.comms.real import Group
 from shardwise.comms.versions import supported_devices
-from shardwise.planning.placement import Rows
 from shardwise.planning.plan import Plan
 
 
@@ -25,7 +23,7 @@ class Mesh:
     replicate: Group
     shard: Group
     device_mesh: DeviceMesh  # of the visible parameters: replicate and shard, or shard alone
-    keep: Group | None = None  # the smaller groups of keep_after_forward = k
+    keep: Group | None = None  # of neighbours that hold a unit together: keep_after_forward = k
     keep_mesh: DeviceMesh | None = None  # of what users see of parameters kept so
     scatter: Group = field(init=False)  # reduces gradients; the shard group, unless set apart
 
@@ -36,24 +34,23 @@ class Mesh:
     def ranks(self) -> int:
         return self.replicate.size * self.shard.size
 
-    def placements(self, rows: Rows) -> tuple[Placement, ...]:
-        """How DTensors of parameters cut like `rows` are placed on `device_mesh`."""
-        inner: Placement = Replicate() if rows.replicated else Shard(rows.dim)
-        return (Replicate(), inner) if self.device_mesh.ndim == 2 else (inner,)
-
 
 def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
     _check(plan, device)
     both = _make_mesh(device.type, plan.mesh, ("replicate", "shard"))
     control = None if dist.get_backend() == "fake" else _control_mesh(both, plan)
+    k, keep = plan.keep_after_forward, None
+    if k is not None and not isinstance(k, bool):
+        shape = (plan.replicate, plan.shard // k, k)
+        keep = _group(_make_mesh(device.type, shape, ("replicate", "outer", "keep")), "keep", None)
     return Mesh(
         device,
         _group(both, "replicate", control),
         _group(both, "shard", control),
         # DTensors live on the axes that are there.
         both if plan.replicate > 1 else both["shard"],
-        _keep_group(plan, device) if _is_group_size(plan.keep_after_forward) else None,
+        keep,
     )
 
 
@@ -72,27 +69,9 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _keep_group(plan: Plan, device: torch.device) -> Group:
-    """The smaller groups of neighbours that hold a unit between forward and backward."""
-    k = plan.keep_after_forward
-    assert isinstance(k, int)
-    shape = (plan.replicate, plan.shard // k, k)
-    return _group(_make_mesh(device.type, shape, ("replicate", "outer", "keep")), "keep", None)
-
-
-def _is_group_size(keep: bool | int | None) -> bool:
-    return keep is not None and not isinstance(keep, bool)
-
-
 def _group(mesh: DeviceMesh, axis: str, control: DeviceMesh | None) -> Group:
-    size = mesh[axis].size()
-    return Group(
-        axis,
-        mesh.get_group(axis),
-        size,
-        mesh.get_local_rank(axis),
-        control.get_group(axis) if control is not None else None,
-    )
+    hosts = control.get_group(axis) if control is not None else None
+    return Group(axis, mesh.get_group(axis), mesh[axis].size(), mesh.get_local_rank(axis), hosts)
 
 
 def _control_mesh(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:

@@ -5,11 +5,11 @@ one group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from shardwise.comms.real import DONE, All, Group, Handle
+from shardwise.comms.real import DONE, All, Group, Handle, allocate
 from shardwise.planning.placement import Layout, Rows
 from shardwise.planning.strategies import choose_gather
 
@@ -18,6 +18,15 @@ Unpack = Callable[[], None]
 
 def nothing_to_unpack() -> None:
     return None
+
+
+class Way(Protocol):
+    """Anything that gathers."""
+
+    stages: bool  # what arrives has to be copied out: `full` is not written before `unpack`
+
+    def start(self) -> tuple[Handle, Unpack]:
+        """Issue the gather; `unpack` is to run when it has ended."""
 
 
 class Route:
@@ -39,9 +48,8 @@ class Route:
         of `full`, whatever dims the parameters are cut along.
         """
         self.group, self.source, self.full, self.custom = group, source, full, custom
-        factor = (
-            layout.ranks // group.size
-        )  # 1, or the n/k shards that make one piece of a smaller group
+        # 1, or the n/k shards that make one piece of a smaller group.
+        factor = layout.ranks // group.size
         moved = [i for i, rows in enumerate(layout.rows) if rows.part > 0]
         self.sizes = [layout.rows[i].part * factor for i in moved]
         starts = [layout.offsets[i] * layout.ranks for i in moved]
@@ -80,8 +88,11 @@ class Route:
             return self._start_packed()
         inputs = self.pieces
         if self.copies:
-            torch._foreach_copy_(self.own, self.pieces)
             inputs = self.own
+            if len(inputs) == 1:
+                inputs[0].copy_(self.pieces[0], non_blocking=True)
+            else:
+                torch._foreach_copy_(inputs, self.pieces, non_blocking=True)
         if self.mode == "grouped":
             return self.group.all_gather_grouped(self.flats, inputs), nothing_to_unpack
         handles = [
@@ -92,12 +103,8 @@ class Route:
 
     def _start_packed(self) -> tuple[Handle, Unpack]:
         ranks, numel = self.group.size, self.source.numel()
-        dtype, device = self.full.dtype, self.full.device
-        if self.custom is None:
-            staging = torch.empty((ranks, numel), dtype=dtype, device=device)
-        else:
-            staging = self.custom.allocate((ranks * numel,), dtype=dtype, device=device)
-            staging = staging.view(ranks, numel)
+        flat = allocate(self.custom, ranks * numel, self.full.dtype, self.full.device)
+        staging = flat.view(ranks, numel)
         own = self.source
         if self.copies or self.custom is not None:
             own = staging[self.group.rank]
@@ -112,7 +119,7 @@ class Route:
             else:
                 torch.split_with_sizes_copy(staging, self.sizes, dim=1, out=self.parts)
 
-        return self.group.all_gather(staging.view(-1), own, self.custom), unpack
+        return self.group.all_gather(flat, own, self.custom), unpack
 
 
 def _slices(flat: torch.Tensor, rows: Rows) -> torch.Tensor:

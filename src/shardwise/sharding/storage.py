@@ -50,7 +50,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ from shardwise.comms import marks, versions
 from shardwise.planning.placement import Layout, Rows, lay_out
 from shardwise.sharding.forms import Form, Nested
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.route import Route, Way
 
 _VERSION = attrgetter("_version")
 
@@ -160,10 +161,9 @@ class Parameters:
         self.mesh, self.plain, self.offload = mesh, plain, offload
         self.layout = lay_out([m.shape for m in members], mesh.shard.size, [m.dim for m in members])
         self.members = [members[i] for i in self.layout.order]
-        own = members[0].original
-        self.dtype = own.dtype
         self._sums = None if any(m.sharded for m in members) else _checksums(self.members)
-        self.master = self._make_master(own.dtype, own.device)
+        self.master = self._make_master(versions.local_of(members[0].original.data))
+        self.dtype = self.master.dtype
         with torch.no_grad():
             self.visible = [self._make_visible(member, i) for i, member in enumerate(self.members)]
         self.shown: list[nn.Parameter] = []
@@ -187,11 +187,12 @@ class Parameters:
     def forget_checksums(self) -> None:
         self._sums = None
 
-    def _make_master(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self.offload is None or device.type == "meta":
-            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        pin = self.offload.pin_memory
-        return torch.zeros(self.layout.shard_numel, dtype=dtype, pin_memory=pin)
+    def _make_master(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros of the dtype of `like`, where that is or offloaded."""
+        numel, dtype = self.layout.shard_numel, like.dtype
+        if self.offload is None or like.is_meta:
+            return torch.zeros(numel, dtype=dtype, device=like.device)
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.offload.pin_memory)
 
     def _make_visible(self, member: Member, i: int) -> nn.Parameter:
         """Copy this rank's rows into `master`, and make the parameter that users see over them."""
@@ -246,6 +247,11 @@ class Parameters:
                     tensor = member.nested.whole.wrap(tensor)
             self.shown.append(nn.Parameter(tensor, requires_grad=visible.requires_grad))
 
+    def make_route(self, mode: str, custom: Any) -> Way:
+        """How a gather fills `full`."""
+        with self.buffer.present():
+            return Route(self.mesh.shard, self.layout, self.master, self.full_bytes, mode, custom)
+
     @property
     def unmoved(self) -> bool:
         """What hangs in the modules is what was put there, on the same memory."""
@@ -268,7 +274,7 @@ class Parameters:
         locals_ = [versions.local_of(parameter.data) for parameter in found]
         self._check_alike(found, locals_)
         with torch.no_grad():
-            master = self._make_master(locals_[0].dtype, locals_[0].device)
+            master = self._make_master(locals_[0])
             for i, (visible, parameter, local) in enumerate(
                 zip(self.visible, found, locals_, strict=True)
             ):
@@ -319,9 +325,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def _checksums(members: Sequence[Member]) -> torch.Tensor | None:
-    """One number for each whole parameter, from its bits; None where there is no memory yet."""
+    """One number for each whole parameter, from its bits; None where there is no memory yet, or a
+    tensor class of its own.
+    """
     values = [versions.local_of(member.original.data) for member in members]
-    if any(value.is_meta or value.itemsize not in _BITS for value in values):
+    if any(v.is_meta or v.itemsize not in _BITS or type(v) is not torch.Tensor for v in values):
         return None
     sums = [value.contiguous().view(-1).view(_BITS[value.itemsize]).sum() for value in values]
     return torch.stack([each.to(torch.int64) for each in sums])

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.comms import marks
 from shardwise.comms.lanes import Lane
 from shardwise.comms.real import DONE, Handle
-from shardwise.sharding.extended import ExtendedParameters, ExtendedRoute, is_extended
-from shardwise.sharding.forms import Form
+from shardwise.sharding.extended import ExtendedParameters, is_extended
 from shardwise.sharding.gradients import Gradients
+from shardwise.sharding.kept import Kept
 from shardwise.sharding.mesh import Mesh
-from shardwise.sharding.route import Route, nothing_to_unpack
-from shardwise.sharding.storage import Buffer, Member, Offload, Parameters
+from shardwise.sharding.route import Route, Way, nothing_to_unpack
+from shardwise.sharding.storage import Member, Offload, Parameters
 
 
 class State(Enum):
@@ -120,29 +119,21 @@ class Unit:
     def prepare(self, lane: Lane) -> None:
         """Make all that only a running unit needs: full parameters, routes, gradients."""
         p, options = self.parameters, self.options
-        compute_dtype, self.reduce_dtype = options.dtypes(p.dtype)
-        p.prepare(compute_dtype)
+        p.prepare(options.dtypes(p.dtype)[0])
         self.lane = lane
         self._arrived = lane.make_event()  # a gather's end, recorded anew each time
         self.packed = lane.make_event()
         self._handle: Handle = DONE
         self._unpack = nothing_to_unpack
-        self.home = None if p.aliased else self._make_home()
-        self.kept_buffer: Buffer | None = None
-        self.kept_route: Route | None = None
-        self._kept_places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        if self.mesh.keep is not None and not p.aliased and isinstance(self.home, Route):
-            pieces = p.layout.full_numel // self.mesh.keep.size
-            self.kept_buffer = Buffer(pieces, compute_dtype, self.mesh.device)
-            flat = self.kept_buffer.flat
-            self.kept_route = Route(
-                self.mesh.keep, p.layout, flat, p.full_bytes, options.gather, whole=True
-            )
-            self._kept_places = self._make_kept() if options.stays_shown else []
-            self.kept_buffer.release()
-        self._route: Route | ExtendedRoute | None = self.home
+        self._home: Way | None = None
+        self.kept_buffer: Kept | None = None
         if not p.aliased:
+            self._home = p.make_route(options.gather, options.custom_gather)
+            if self.mesh.keep is not None and isinstance(self._home, Route):
+                mesh = self.mesh.keep_mesh if options.stays_shown else None
+                self.kept_buffer = Kept(p, self.mesh.keep, mesh, options.gather)
             p.buffer.release()  # every view is made; the bytes come with the first gather
+        self._route = self._home
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
         self._places = [
             (module._parameters, key, shown, visible)
@@ -157,51 +148,19 @@ class Unit:
         self.prepared = True
         self.follow_requires_grad()
 
-    def _make_home(self) -> Route | ExtendedRoute:
-        p, options = self.parameters, self.options
-        if isinstance(p, ExtendedParameters):
-            return ExtendedRoute(p)
-        with p.buffer.present():
-            return Route(
-                self.mesh.shard,
-                p.layout,
-                p.master,
-                p.full_bytes,
-                options.gather,
-                options.custom_gather,
-            )
-
-    def _make_kept(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-        """What users see while a smaller group keeps the unit: DTensors on that group's mesh, for
-        parameters whose pieces are the rows such a DTensor has.
-        """
-        p, mesh, route = self.parameters, self.mesh.keep_mesh, self.kept_route
-        if mesh is None or route is None:
-            return []
-        moved = [i for i, rows in enumerate(p.layout.rows) if rows.part > 0]
-        made = []
-        for i, piece in zip(moved, route.pieces, strict=True):
-            rows, member = p.layout.rows[i], p.members[i]
-            if not rows.even or rows.dim or member.nested is not None:
-                continue
-            form = Form(mesh, (Replicate(), Shard(0)), torch.Size(rows.shape))
-            with torch.no_grad():
-                tensor = form.wrap(piece.view(-1, *rows.shape[1:]))
-            kept = nn.Parameter(tensor, requires_grad=p.visible[i].requires_grad)
-            made += [(module._parameters, key, kept) for module, key in member.places]
-        return made
-
     def reroute(self) -> None:
         """Gather by the options as they are now."""
-        if self.prepared and self.home is not None:
+        if self.prepared and self._home is not None:
             self.free()
-            self.home = self._route = self._make_home()
+            options = self.options
+            self._home = self.parameters.make_route(options.gather, options.custom_gather)
+            self._route = self._home
 
     def follow(self) -> bool:
         """Take over parameters that were cast, moved or replaced since; true if they were, and the
         unit has to be prepared again.
         """
-        shown = self.is_shown
+        shown = self.is_shown and self.state is not State.FREE  # else a kept piece is
         self.hide()
         if self.parameters.unmoved:
             if shown:
@@ -223,16 +182,11 @@ class Unit:
         for shown, trains in zip(p.shown, trainable, strict=True):
             shown.requires_grad_(trains)
         trained = [i for i, trains in enumerate(trainable) if trains]
-        self.gradients = Gradients(p, trained, self.reduce_dtype) if trained else None
+        reduce_dtype = self.options.dtypes(p.dtype)[1]
+        self.gradients = Gradients(p, trained, reduce_dtype) if trained else None
         if self.gradients is not None and not self.gradients.cleared:
             self.gradients.adopt()
         return True
-
-    @property
-    def casts_inputs(self) -> torch.dtype | None:
-        """What a module of this unit computes in; None for integers."""
-        dtype = self.options.dtypes(self.parameters.dtype)[0]
-        return dtype if dtype.is_floating_point else None
 
     @property
     def changed(self) -> bool:
@@ -289,13 +243,12 @@ class Unit:
             self.parameters.buffer.allocate()
             self._unpack()
         self._handle, self._unpack = DONE, nothing_to_unpack
-        if self._route is self.kept_route and self.kept_buffer is not None:
-            self.kept_buffer.release()
-            self._route = self.home
+        if self._route is not self._home:
+            self.forget_kept()
         self.state = State.READY
 
     def show(self) -> None:
-        if not self.is_shown or self._kept_places:
+        if not self.is_shown or self.kept_buffer is not None:
             for places, key, shown, _ in self._places:
                 places[key] = shown
             self.is_shown = True
@@ -317,20 +270,19 @@ class Unit:
 
     def shrink(self) -> None:
         """Free all but this rank's piece in the smaller group of keep_after_forward = k."""
-        kept, route = self.kept_buffer, self.kept_route
-        if self.state is State.READY and kept is not None and route is not None:
-            kept.allocate()
-            torch._foreach_copy_(route.pieces, route.own)
-            self._route = route
+        kept = self.kept_buffer
+        if self.state is not State.READY or kept is None:
             self.free()
-            for places, key, parameter in self._kept_places:
-                places[key] = parameter
-            self.is_shown = bool(self._kept_places)
             return
+        kept.fill()
+        self._route = kept.route
         self.free()
+        for places, key, parameter in kept.places:
+            places[key] = parameter
+        self.is_shown = bool(kept.places)
 
     def forget_kept(self) -> None:
-        """A new step: what a smaller group kept of the last one is worth nothing."""
+        """What a smaller group kept is worth nothing: it is gathered, or of another step."""
         if self.kept_buffer is not None:
             self.kept_buffer.release()
-            self._route = self.home
+            self._route = self._home

@@ -173,6 +173,18 @@ class Timeline:
     def from_json(cls, text: str) -> Timeline:
         """The inverse of `to_json`."""
         data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError(f"expected a JSON object, got a {type(data).__name__}")
+        for key, kind in (
+            ("spans", list),
+            ("memory", list),
+            ("stands_for", dict),
+            ("labels", dict),
+        ):
+            if not isinstance(data.get(key), kind):
+                raise ValueError(
+                    f"its {key} is {str(data.get(key))[:40]}, expected a {kind.__name__}"
+                )
         expected = [f.name for f in dataclasses.fields(Span)]
         if data.get("columns") != expected:
             raise ValueError(f"spans have columns {data.get('columns')}, expected {expected}")
@@ -185,7 +197,7 @@ class Timeline:
                 for m in data["memory"]
             ),
             stands_for={int(k): v for k, v in data["stands_for"].items()},
-            labels=data["labels"],
+            labels={str(name): str(value) for name, value in data["labels"].items()},
         )
 
     def to_chrome(self) -> dict[str, Any]:

@@ -47,7 +47,16 @@ def train(config_toml: str) -> None:
 
 
 def build_plan(config: PlanConfig, model: nn.Module, world: int) -> sw.Plan:
-    """Make the plan and resolve it against the model; a strategy's mesh defaults to all ranks."""
+    """Make the plan and resolve it against the model."""
+    plan = load_plan(config, world)
+    try:
+        return plan.resolve(model)
+    except ValueError as error:
+        raise UserError(f"plan {config.strategy}: {error}") from error
+
+
+def load_plan(config: PlanConfig, world: int) -> sw.Plan:
+    """Make the plan for so many ranks; a strategy's mesh defaults to all of them."""
     try:
         if config.is_file:
             plan = sw.Plan.from_json(Path(config.strategy).read_text(encoding="utf-8"))
@@ -58,8 +67,12 @@ def build_plan(config: PlanConfig, model: nn.Module, world: int) -> sw.Plan:
                 f"the plan's mesh {plan.mesh} is for {plan.world} ranks, but {world} are running: "
                 f"give --nproc {plan.world}, or another plan.mesh"
             )
-        return plan.resolve(model)
-    except (ValueError, TypeError, OSError) as error:
+        return plan
+    except OSError as error:
+        raise UserError(
+            f"cannot read the plan {config.strategy}: {error.strerror}; `shardwise plan` writes one"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise UserError(f"plan {config.strategy}: {error}") from error
 
 

@@ -61,6 +61,7 @@ SIZES: dict[str, Size] = {
     "llama1b": _llama(2048, 8192, 16, 32, tied=True),
     "llama8b": _llama(4096, 14336, 32, 32),
     "llama70b": _llama(8192, 28672, 80, 64),
+    "llama405b": _llama(16384, 53248, 126, 128),
 }
 
 

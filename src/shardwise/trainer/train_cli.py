@@ -3,7 +3,10 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+from shardwise.errors import UserError
 
 # Flags that are shorter names of configuration keys.
 _SHORTCUTS = {
@@ -75,6 +78,16 @@ def train(arguments: argparse.Namespace) -> None:
         # torch warns of memory that is older than the profile, and announces every start of it.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if config.plan.is_file and not joined():
+        from shardwise.trainer.loop import load_plan
+
+        load_plan(config.plan, config.run.nproc)  # wrong: told before an older run is replaced
+        plan, out = Path(config.plan.strategy).resolve(), Path(config.run.out).resolve()
+        if arguments.overwrite and plan.parent == out:
+            raise UserError(
+                f"the plan {config.plan.strategy} is a file of the run that --overwrite replaces: "
+                "copy it elsewhere first, or choose another --out"
+            )
     if not joined() or os.environ["RANK"] == "0":
         claim_directory(config.run.out, overwrite=arguments.overwrite)
     try:

@@ -156,6 +156,42 @@ def extended_parameters(api: Api, kind: str, reshard: bool, shape: str) -> None:
         assert_close(model.weight.to_local().inner, value.chunk(2)[index], "value")
 
 
+class Cropped(Wrapped):
+    """Travels as fp16, and leaves out the rows that only fill up."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return (self.inner.half(),), "a note"
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        whole = outputs[0].to(param_dtype)
+        if out is None:
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole[: out.shape[0]])
+        return None
+
+
+@case(2, engines=("shardwise",))
+def uneven_rows_cast_after_sharding(api: Api) -> None:
+    """The second rank's rows are filled up before a cast and after it. (torch's extension has to
+    do that itself.)
+    """
+    alone, model = twins(nn.Linear, WIDTH, 5, bias=False)
+    model.weight = nn.Parameter(Cropped(model.weight.detach().clone()))
+    api.fully_shard(model, mesh=line())
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        alone.to(dtype)
+        x = batch(0, 0).to(dtype)
+        expected = x @ alone.weight.detach().half().to(dtype).t()
+        assert_close(model(x), expected, f"output in {dtype}")
+        model(x).sum().backward()
+        assert model.weight.dtype == model.weight.grad.dtype == dtype
+        model.zero_grad()
+
+
 @case(2)
 def one_half_of_an_extension(api: Api) -> None:
     """Both functions, or none."""

@@ -387,3 +387,29 @@ def chunked_loss(api: Api, chunks: int) -> None:
         return sum(m.head(h).square().mean() for h in hidden.chunk(chunks)) / chunks
 
     assert_trains_alike(model, alone, loss=loss)
+
+
+class Skipping(nn.Module):
+    """Can leave out its second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        x = self.first(x)
+        return x if skip else self.second(x)
+
+
+@case(4)
+def a_kept_module_left_out_of_the_next_forward(api: Api) -> None:
+    """What a smaller group kept for a backward that never came is still there to be read."""
+    alone, model = twins(Skipping)
+    for module in (model.first, model.second, model):
+        api.fully_shard(module, mesh=line(), reshard_after_forward=2)
+    model(batch(0, 0))
+    assert_close(model(batch(1, 0), skip=True), alone(batch(1, 0), skip=True), "output")
+    for (name, mine), theirs in zip(
+        model.second.named_parameters(), alone.second.parameters(), strict=True
+    ):
+        assert_close(mine.full_tensor(), theirs, name)

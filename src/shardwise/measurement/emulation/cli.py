@@ -113,6 +113,13 @@ def emulate(arguments: argparse.Namespace) -> None:
     for path in (arguments.json, arguments.out):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise UserError(f"--json {arguments.json} is a folder: give the name of a file")
+    if arguments.out is not None:
+        try:
+            arguments.out.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {arguments.out}: {error.strerror}") from error
     for name in ("steps", "seq"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -77,7 +77,9 @@ class Watch:
         self.profile.write(self.directory, cluster=choose_cluster(device))
 
     def _tell(self) -> None:
-        """At the program's end: why there is no profile."""
+        """At the program's end: why there is no profile. A trace still on would crash it."""
+        if self.profile is not None and not self.done:
+            self.profile.cancel()
         if not self.done and self.taken and int(os.environ.get("RANK", "0")) == 0:
             print(
                 f"shardwise profile: the program took {self.taken} optimizer steps, and "

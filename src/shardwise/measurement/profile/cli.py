@@ -61,7 +61,10 @@ def profile_program(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < least:
             raise UserError(f"--{name} is {getattr(arguments, name)}, expected at least {least}")
     out = Path(arguments.out).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory {out}: {error.strerror}") from error
     written = out / TIMELINE
     written.unlink(missing_ok=True)
     environment = {
@@ -70,6 +73,8 @@ def profile_program(arguments: argparse.Namespace) -> None:
         "SHARDWISE_PROFILE_STEPS": str(arguments.steps),
         "SHARDWISE_PROFILE_SKIP": str(arguments.skip),
     }
+    # torch warns of memory that is older than the profile, and announces every start of it.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         code = subprocess.run(insert_runner(words), env=environment, check=False).returncode

@@ -87,8 +87,12 @@ class Profile:
         """Without a model, `engines` are what is profiled, or torch's FSDP2 if `fsdp`, on
         `device`.
         """
-        if steps < 1:
-            raise ValueError(f"profile: steps is {steps}, expected at least 1")
+        if type(steps) is not int or steps < 1:
+            raise ValueError(f"profile: steps is {steps!r}, expected a whole number >= 1")
+        if not isinstance(model, nn.Module | None):
+            raise ValueError(
+                f"profile: model is a {type(model).__name__}, expected the nn.Module that trains"
+            )
         self.model, self.steps, self.title, self.traces = model, steps, title, traces
         if engines is None:
             engines = [engine_of(model)] if model is not None and is_sharded(model) else []
@@ -105,11 +109,11 @@ class Profile:
     # Running
 
     def __enter__(self) -> Profile:
+        self.start()  # first: where it raises, nothing is left on the optimizers
         self._hooks = [
             register_optimizer_step_pre_hook(self.before_optimizer),
             register_optimizer_step_post_hook(self.after_optimizer),
         ]
-        self.start()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -356,7 +360,9 @@ class Profile:
     @property
     def timeline(self) -> Timeline:
         if self._timeline is None:
-            raise RuntimeError("the profile has no timeline yet: leave its `with` block first")
+            raise RuntimeError(
+                "the profile has no timeline: leave its `with` block first, without an error"
+            )
         return self._timeline
 
     def write(self, directory: str | Path, cluster: str = "") -> None:

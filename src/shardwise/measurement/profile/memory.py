@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comms import versions
 from shardwise.comms.marks import BufferMark, Call, Marks, Range
 from shardwise.measurement.profile.spans import HostPieces
 from shardwise.measurement.profile.trace import Allocation
 from shardwise.runtime.engine import Engine
+from shardwise.sharding.extended import Memory
 from shardwise.sharding.gradients import Gradients
 from shardwise.timeline import MEMORY_ROLES
 
@@ -60,7 +62,10 @@ class Owners:
 
     def add(self, tensor: torch.Tensor, role: str, what: str, device: str) -> None:
         local = versions.local_of(tensor)
-        if local.device.type == device and not local.is_meta:
+        if is_traceable_wrapper_subclass(local):  # a class of its own, around tensors with memory
+            for name in local.__tensor_flatten__()[0]:
+                self.add(getattr(local, name), role, what, device)
+        elif local.device.type == device and not local.is_meta:
             storage = local.untyped_storage()
             if storage.nbytes():
                 self.tensors.setdefault(
@@ -91,10 +96,13 @@ def find_owners(
                 held.append((slot.buffer if slot is not None else None, "slots"))
                 owners.sizes[unit.name] = _gradient_sizes(gradients)
             for buffer, role in held:
-                if buffer is not None:
-                    name = f"{role} of {unit.name}"
-                    owners.buffers[id(buffer)] = Owned(buffer.flat.nbytes, role, name)
-                    owners.add(buffer.flat, role, unit.name, device)
+                if buffer is None:
+                    continue
+                flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
+                nbytes = sum(flat.nbytes for flat in flats)
+                owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
+                for flat in flats:
+                    owners.add(flat, role, unit.name, device)
     for name, parameter in model.named_parameters() if model is not None else ():
         owners.add(parameter.data, "parameters", name, device)
         if parameter.grad is not None:

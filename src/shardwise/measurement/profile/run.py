@@ -23,7 +23,11 @@ def main() -> None:
     # processes that the script starts find the script.
     namespace = sys.modules["__main__"].__dict__
     namespace.update(__file__=script, __spec__=None, __package__=None, __doc__=None)
-    exec(compile(Path(script).read_bytes(), script, "exec"), namespace)
+    try:
+        source = Path(script).read_bytes()
+    except OSError as error:
+        sys.exit(f"shardwise profile: cannot read {script}: {error.strerror}")
+    exec(compile(source, script, "exec"), namespace)
 
 
 if __name__ == "__main__":

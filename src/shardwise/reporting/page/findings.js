@@ -26,7 +26,7 @@ function drawTiles() {
       const [rank] = held.reduce((a, b) => b[1].memory.peak.total > a[1].memory.peak.total ? b : a);
       return num(`/sides/${index}/ranks/${rank}/memory/peak/total`, "bytes");
     });
-    if (peaks[0]) tiles.push(tile("Peak memory", peaks, "of one rank"));
+    if (peaks[0]) tiles.push(tile("Peak memory, at most", peaks, "of one rank"));
   } else {
     data.curves.forEach((curve, index) => {
       if (curve.lines.length) tiles.push(tile(curve.title.split(",")[0], [num(`/curves/${index}/lines/0/late`, curve.kind)], "median of the second half"));

@@ -7,6 +7,7 @@ function drawWire() {
   const found = section("wire", "Message size and bandwidth",
     "Lines: what the cluster's description expects. Dots: this step's messages, without waiting for late peers.");
   const used = data.wires.filter(wire => Object.values(wire.collectives).some(c => c.messages.length));
+  if (!used.length && data.wires.length) return found.append(missing("No message of 1 KiB or more was sent in this step.")), found;
   if (!used.length) return found.append(missing("No messages were recorded: ", command("shardwise train --profile 3"), " records them.")), found;
   const names = [...new Set(used.flatMap(wire => Object.keys(wire.collectives)))];
   found.append(el("div", { class: "legend" }, names.map(name => key(WIRE[name] || "copy", name, "dot"))));

@@ -1,0 +1,166 @@
+"""What a search gives: Plans with what they are predicted to cost, the fastest first, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.description.workload import Workload
+from shardwise.planning.plan import Plan
+from shardwise.timeline import Breakdown
+
+GB = 1e9
+# Peaks are predicted to within 3 % (docs/accuracy.md): a plan must fit with that much to spare.
+MEMORY_MARGIN = 0.03
+WORTH = 0.003  # a setting that saves less than this share of the step is left at its default
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A Plan with its workload and what it is predicted to cost."""
+
+    plan: Plan  # resolved
+    workload: Workload
+    step_ms: float
+    peak_bytes: int
+    limit_bytes: float
+    breakdown: Breakdown
+    tokens_per_s: float
+    by_role: dict[str, int]
+
+    @property
+    def exposed_ms(self) -> float:
+        return (self.breakdown.exposed_transfer + self.breakdown.waiting_for_peers) / 1e6
+
+    @property
+    def spare_gb(self) -> float:
+        return (self.limit_bytes - self.peak_bytes) / GB
+
+    @property
+    def title(self) -> str:
+        mesh = f"{self.plan.replicate}x{self.plan.shard}"
+        work = f"{self.workload.micro_batches} x {self.workload.micro_batch} sequences"
+        again = ", recomputing" if self.workload.checkpoint != "none" else ""
+        return f"{self.plan.title} on {mesh}, {work}{again}"
+
+    def settings(self) -> dict[str, Any]:
+        """The Plan's settings that are not the defaults."""
+        plain = {f.name: f.default for f in dataclasses.fields(Plan)}
+        hidden = ("name", "mesh", "units", "cut", "inner", "compute_dtype", "reduce_dtype")
+        return {
+            name: getattr(self.plan, name)
+            for name, default in plain.items()
+            if name not in hidden and getattr(self.plan, name) != default
+        }
+
+    def show_settings(self) -> str:
+        """The same for people."""
+        shown = self.settings()
+        size = shown.pop("bucket_bytes", None)
+        words = [f"{name}={value}" for name, value in shown.items()]
+        words += [] if size is None else [f"buckets of {size / MIB:.0f} MiB"]
+        return ", ".join(words) or "defaults"
+
+    def explain(self) -> str:
+        """In sentences: time, memory, and where the step goes."""
+        settings = self.show_settings()
+        return (
+            f"{self.title}: {self.step_ms:.1f} ms a step ({self.tokens_per_s:,.0f} tokens/s), "
+            f"peak {self.peak_bytes / GB:.1f} GB, {self.spare_gb:.1f} GB to spare; {settings}.\n"
+            f"  {self.breakdown}"
+        )
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A combination that does not fit, and what it would need."""
+
+    title: str
+    strategy: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Ranking(Sequence[Candidate]):
+    """Candidates, the fastest first, and what was dropped for memory."""
+
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[Rejected, ...]
+    limit_bytes: float
+    tried: int
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.candidates[index]
+
+    def best_of_each(self) -> list[Candidate]:
+        """The best candidate of every strategy."""
+        found: dict[str, Candidate] = {}
+        for candidate in self.candidates:
+            found.setdefault(candidate.plan.title, candidate)
+        return list(found.values())
+
+    def explain(self) -> str:
+        """Why the winner wins, against the best of every other strategy."""
+        if not self.candidates:
+            least = min(self.rejected, key=lambda r: r.peak_bytes)
+            need = least.peak_bytes * (1 + MEMORY_MARGIN) / GB
+            return (
+                f"Nothing fits in {self.limit_bytes / GB:.1f} GB; the least is {least.title} with "
+                f"{least.peak_bytes / GB:.1f} GB, which needs a limit of {need:.1f} GB (the "
+                f"prediction's {MEMORY_MARGIN:.0%} to spare). Use more ranks, shorter sequences, "
+                "or tensor parallelism beneath it."
+            )
+        best = self.candidates[0]
+        lines = [
+            f"{best.title} is the fastest of {self.tried} tried: {best.step_ms:.1f} ms a step. It "
+            f"fits with {best.spare_gb:.1f} GB to spare ({best.peak_bytes / GB:.1f} of "
+            f"{self.limit_bytes / GB:.1f} GB)."
+        ]
+        lines += [_compare(best, other) for other in self.best_of_each()[1:]]
+        fitting = {candidate.plan.title for candidate in self.candidates}
+        dropped: dict[str, Rejected] = {}
+        for r in sorted(self.rejected, key=lambda r: r.peak_bytes):
+            if r.strategy not in fitting:
+                dropped.setdefault(r.strategy, r)
+        lines += [
+            f"{r.strategy} does not fit: at least {r.peak_bytes / GB:.1f} GB ({r.title})."
+            for r in dropped.values()
+        ]
+        return "\n".join(lines)
+
+
+def _compare(best: Candidate, other: Candidate) -> str:
+    more = other.step_ms - best.step_ms
+    if more < WORTH * best.step_ms:
+        difference = other.peak_bytes - best.peak_bytes
+        amount = f"{abs(difference) / GB:.1f} GB"
+        memory = f"{amount} {'more' if difference > 0 else 'less'}"
+        return (
+            f"{other.title} takes as long ({other.step_ms:.1f} ms) with "
+            f"{'as much memory' if amount == '0.0 GB' else memory}."
+        )
+
+    def gap(*parts: str) -> float:
+        return sum(getattr(other.breakdown, p) - getattr(best.breakdown, p) for p in parts) / 1e6
+
+    again = other.workload.checkpoint != "none" and best.workload.checkpoint == "none"
+    units = len(other.plan.require_units())
+    exposed, compute = gap("exposed_transfer", "waiting_for_peers"), gap("compute")
+    host, contention = gap("host_idle"), gap("contention", "copies")
+    reasons = [
+        (exposed, f"{exposed:.1f} ms more of exposed communication"),
+        (compute, f"{compute:.1f} ms more of compute" + (", to recompute" if again else "")),
+        (contention, f"{contention:.1f} ms more of contention and copies"),
+        (host, f"the device waits {host:.1f} ms longer for the host, which issues {units} units"),
+    ]
+    told = [(ms, text) for ms, text in sorted(reasons, reverse=True)[:2] if ms > 0.1 * more]
+    saved = sum(ms for ms, _ in told) - more
+    less = f", less {saved:.1f} ms saved elsewhere" if saved > 0.1 * more else ""
+    words = ", and ".join(text for _, text in told) or "many small costs"
+    return f"{other.title} would add {more:.1f} ms: {words}{less}."
