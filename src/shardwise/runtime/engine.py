@@ -56,7 +56,8 @@ class Engine:
         self.interrupted: str | None = None
         # Trainable parameters without a gradient so far in this step; empty where nobody asks.
         self.unseen: set[str] = set()
-        self.ran: set[Unit] = set()  # units that a forward of this step ran, to train
+        # Units that a forward of this step ran to train, or that got a gradient.
+        self.ran: set[Unit] = set()
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
         guard.mark(self)
@@ -150,14 +151,14 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         """Gather the unit and those the order expects next; show it."""
+        if torch.is_grad_enabled():
+            self.ran.add(unit)
         # Recomputation under activation checkpointing: backward's own order leads.
         if versions.inside_backward():
             self._bring(unit, self.backward_order, unit.options.gather_ahead_backward)
         else:
             if self.agreement.first_pass:
                 self.agreement.check_unit(unit.name, len(self.forward_order.current))
-            if torch.is_grad_enabled():
-                self.ran.add(unit)
             self._bring(unit, self.forward_order, unit.options.gather_ahead)
 
     def _bring(self, unit: Unit, order: Order, instead: list[Unit] | None) -> None:
@@ -227,6 +228,8 @@ class Engine:
             return
         if self.unseen:
             self._note_seen(unit)
+        if unit.has_gradients:
+            self.ran.add(unit)
         unit.expect_gradients()
         unit.issued = True
         self.ready.append(unit)
@@ -253,6 +256,7 @@ class Engine:
         for unit in self.reduce_order:
             if not unit.issued or unit in late:
                 self._note_seen(unit)
+        self.ran.update(unit for unit in self.reduce_order if unit.has_gradients)
         for unit in self.reduce_order[self.reduced :]:
             self._reduce(unit)
         # Gradients that came after their unit's reduce: a parameter of two re-entrant checkpoints.
