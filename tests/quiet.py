@@ -1,4 +1,4 @@
-"""Tests whose assertions are times run while no other test does: `@pytest.mark.quiet`.
+"""Tests that assert times, or fill the machine, run while no other does: `@pytest.mark.quiet`.
 
 Workers of one run share two locks. Every test passes the gate and holds the room with the others; a
 quiet one keeps the gate shut until it has the room to itself.

@@ -18,7 +18,7 @@ NEEDS = {
     "ffn_stack": (),
 }
 ENGINES = ("shardwise", "torch")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.quiet, pytest.mark.timeout(600)]
 
 
 def need(name: str) -> Path:
@@ -28,18 +28,28 @@ def need(name: str) -> Path:
     return EXAMPLES / f"{name}.py"
 
 
-def torchrun(name: str, *arguments: str) -> str:
-    """What the example prints on two ranks."""
+def torchrun(name: str, *variants: tuple[str, ...]) -> list[str]:
+    """What the example prints on two ranks, for each tuple of arguments; all run at once."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(need(name)), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    running = [
+        subprocess.Popen(
+            [*launcher, str(need(name)), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for arguments in variants
+    ]
+    try:
+        printed = [each.communicate(timeout=400) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    for each, (out, errors) in zip(running, printed, strict=True):
+        assert each.returncode == 0, out[-2000:] + errors[-4000:]
+    return [out for out, _ in printed]
 
 
 def losses(printed: str) -> list[float]:
@@ -61,8 +71,13 @@ def test_help_teaches(name: str) -> None:
 
 def test_transformers_under_torchrun(tmp_path: Path) -> None:
     """The default run learns, as torch's does, and saves a checkpoint that Transformers reads."""
-    ours = torchrun("transformers_torchrun", "--save", str(tmp_path))
-    theirs = torchrun("transformers_torchrun", "--engine", "torch")
+    ours, theirs, bf16 = torchrun(
+        "transformers_torchrun",
+        ("--save", str(tmp_path)),
+        ("--engine", "torch"),
+        ("--steps", "11", "--layers", "1", "--bf16"),
+    )
+    assert losses(bf16)[-1] < 0.8 * losses(bf16)[0]
     assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
     assert losses(ours)[-1] < 0.5 * losses(ours)[0]
     kept, whole = (
@@ -76,13 +91,8 @@ def test_transformers_under_torchrun(tmp_path: Path) -> None:
     assert sum(p.numel() for p in model.parameters()) == whole
 
 
-def test_transformers_under_torchrun_in_bf16() -> None:
-    told = losses(torchrun("transformers_torchrun", "--steps", "11", "--layers", "1", "--bf16"))
-    assert told[-1] < 0.8 * told[0]
-
-
 def test_transformers_under_accelerate() -> None:
-    ours, theirs = (torchrun("transformers_accelerate", "--engine", e) for e in ENGINES)
+    ours, theirs = torchrun("transformers_accelerate", *(("--engine", e) for e in ENGINES))
     assert "shardwise: rank 0 keeps" in ours  # by the class of the prepared model
     assert "torch: rank 0 keeps" in theirs
     assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
@@ -92,8 +102,9 @@ def test_transformers_under_accelerate() -> None:
 def test_feed_forward_stack() -> None:
     """Gradients do not depend on the engine, on when replicas reduce, or on the mesh."""
     norms = []
-    for mode in ((), ("--engine", "torch"), ("--each",), ("--mesh", "1x2")):
-        printed = torchrun("ffn_stack", *mode, "--warmup", "1", "--steps", "2")
+    modes = ((), ("--engine", "torch"), ("--each",), ("--mesh", "1x2"))
+    short = ("--warmup", "1", "--steps", "2")
+    for printed in torchrun("ffn_stack", *((*mode, *short) for mode in modes)):
         assert re.search(r"ms per step \| [\d,]+ tokens/s per rank", printed), printed
         norms.append(float(re.search(r"norm (\S+)", printed).group(1)))
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)
