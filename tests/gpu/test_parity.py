@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "zero3": ("zero3", 2, {}),
     "zero3-deep": ("zero3", 2, {"forward_prefetch": 2, "reduce_depth": 3}),
     "zero3-each": ("zero3", 2, {"gather": "each"}),
+    "zero3-grouped": ("zero3", 2, {"gather": "grouped"}),
     "zero3-last": ("zero3", 2, {"sync": "last"}),
     "hsdp-zero2": ("hsdp", (2, 1), {"inner": "zero2"}),
     "hsdp-zero3": ("hsdp", (2, 1), {"sync": "scatter_each_reduce_last"}),

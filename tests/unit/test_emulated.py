@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.cli import main
 from shardwise.comms import versions
 from shardwise.comms.emulated import Network, Transfer, emulate
-from shardwise.comms.emulated_device import LAST_S, LONG_S, Move, bytes_to_host, places_of
+from shardwise.comms.emulated_device import Move, less, places_of
 from shardwise.comms.emulated_exposure import merge, overlap
 from shardwise.comms.emulated_links import HostLinks
 from shardwise.description.cluster import Cluster
@@ -235,19 +235,17 @@ def test_where_the_moves_of_a_grouped_gather_read_and_write() -> None:
     assert places_of(moves) == ((0, 0, 4), (40, 10, 8))
 
 
-def test_a_copy_to_the_host_ends_before_the_transfer_does() -> None:
-    rate = 5e10
-    for seconds in (LONG_S, 1e-3, 0.1):
-        assert 0.8 * seconds < bytes_to_host(seconds, rate) / rate < seconds - LAST_S
-    assert bytes_to_host(LAST_S / 2, rate) == 0
+def test_what_streams_add_comes_off_a_transfer_s_fixed_part_first() -> None:
+    assert less(Transfer(20e-6, 1e-3), 7e-6) == Transfer(pytest.approx(13e-6), 1e-3)
+    assert less(Transfer(5e-6, 1e-3), 7e-6) == Transfer(0.0, pytest.approx(998e-6))
+    assert less(Transfer(1e-6, 1e-6), 7e-6) == Transfer(0.0, 0.0)
 
 
 def test_the_kernel_copies_every_piece_into_its_rows() -> None:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     with ProcessPoolExecutor(1, get_context("spawn"), _interpret) as pool:
-        began, full = pool.submit(_deliver).result()
-    assert began == 7  # the moment was noted
+        full = pool.submit(_deliver).result()
     rows = torch.tensor(full)
     assert torch.equal(rows[:80].view(4, 20), torch.arange(20.0).expand(4, 20))
     assert torch.equal(rows[80:132].view(4, 13), torch.arange(30.0, 43.0).expand(4, 13))
@@ -258,21 +256,14 @@ def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _deliver() -> tuple[int, list[float]]:
-    """Two pieces, 20 and 13 elements, into 4 rows each, by three blocks; the clock stands at 7."""
-    import triton.language as tl
-
+def _deliver() -> list[float]:
+    """Two pieces, 20 and 13 elements, into 4 rows each, by two blocks."""
     from shardwise.comms import emulated_kernels
 
-    emulated_kernels.globaltimer = lambda: tl.full((), 7, tl.int64)
     source, full = torch.arange(64.0), torch.full((137,), -1.0)
     places = torch.tensor([[0, 0, 20], [80, 30, 13]])
-    began, loads = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    emulated_kernels.deliver[(3,)](
-        full, source, places, 2, 4, loads, loads, began, 0.0, 0.0,
-        BLOCK=8, LINKS=4, NOTES=True, ALIGNED=False,
-    )  # fmt: skip
-    return int(began), full.tolist()
+    emulated_kernels.deliver[(2,)](full, source, places, 2, 4, BLOCK=8, ALIGNED=False)
+    return full.tolist()
 
 
 # Engines on it

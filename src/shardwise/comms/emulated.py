@@ -81,8 +81,8 @@ class Emulation:
     """The collectives of one open emulation, what each cost, and how often it was called.
 
     `mode` may be changed between steps, to see what the network costs them: in a `free` one data
-    arrives and nobody waits, with the same calls on the host; in an `unwaited` one, on a GPU, the
-    collectives' kernels also go on beside compute for their time.
+    arrives and nobody waits, with the same calls on the host; in an `unwaited` one, on a GPU with
+    occupancy, the collectives' kernels also go on beside compute for their time.
     """
 
     def __init__(self, network: NetworkModel, occupancy: int = 0) -> None:
@@ -159,6 +159,10 @@ class Emulation:
         if device not in self._devices:
             self._devices[device] = DeviceLinks(device, self.occupancy)
         return self._devices[device]
+
+    def close(self) -> None:
+        for links in self._devices.values():
+            links.close()
 
     def wait_on_host(self, flow: Flow) -> None:
         began = time.perf_counter()
@@ -240,7 +244,7 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
     """Put the emulated collectives in torch.distributed's place; restore them at the end.
 
     `occupancy`: on a GPU, how many blocks move a collective's data at the modelled rate, as a
-    communication library's kernel would; 0: copies at full speed, and one warp that waits.
+    communication library's kernel would; 0: copies at full speed, then nothing that takes room.
     """
     emulation = Emulation(network, occupancy)
     replaced = {
@@ -263,6 +267,7 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
         versions.all_gather_grouped = grouped
         for name, original in originals.items():
             setattr(dist, name, original)
+        emulation.close()
 
 
 def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:

@@ -2,14 +2,16 @@
 stream (on a CPU: the host) stood still for.
 
 On a GPU a wait of the compute stream is the time from reaching it to going on, between two timing
-events. Exposed is what of these waits falls into a collective's time; the rest is waiting for other
-work of other streams (packing, copying out).
+events, less what they are apart where there is nothing left to wait for. Exposed is what of these
+waits falls into a collective's time; the rest is waiting for other work of other streams (packing,
+copying out).
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,8 @@ import torch
 from shardwise.comms.emulated_links import Flow, HostLinks
 
 Interval = tuple[float, float]
+
+EMPTY = 15  # waits for what has come that are timed
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,19 @@ class DeviceRecorder:
         self.waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._origin = self.mark()
         self._origin.record(self.stream)
+        # What two events are apart around a wait for what has come by then, if not when it was
+        # queued: behind whatever keeps the stream busy, another one marks `passed`.
+        other, passed = torch.cuda.Stream(device), torch.cuda.Event()
+        other.wait_event(self._origin)
+        passed.record(other)
+        self._empty = [self._around(lambda: passed.wait(self.stream)) for _ in range(EMPTY)]
+
+    def _around(self, wait: Callable[[], None]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        before, after = self.mark(), self.mark()
+        before.record(self.stream)
+        wait()
+        after.record(self.stream)
+        return before, after
 
     def mark(self) -> torch.cuda.Event:
         return _idle.pop() if _idle else torch.cuda.Event(enable_timing=True)
@@ -106,11 +123,7 @@ class DeviceRecorder:
             handle = torch.cuda.current_stream(own.device) if stream is None else stream
             if getattr(handle, "cuda_stream", None) != watched:
                 return original(event, stream)
-            before, after = own.mark(), own.mark()
-            before.record(own.stream)
-            original(event, stream)
-            after.record(own.stream)
-            own.waits.append((before, after))
+            own.waits.append(own._around(lambda: original(event, stream)))
             return None
 
         torch.cuda.Event.wait = wait  # type: ignore[method-assign, assignment]
@@ -126,9 +139,11 @@ class DeviceRecorder:
             return self._origin.elapsed_time(event) / 1e3
 
         placed = [(note, (at(note.start), at(note.end))) for note in self.notes]
-        waits = [(at(before), at(after)) for before, after in self.waits]
+        empty = statistics.median(at(after) - at(before) for before, after in self._empty)
+        waits = [(at(before) + empty, at(after)) for before, after in self.waits]
+        waits = [(start, end) for start, end in waits if end > start]
         _idle.append(self._origin)
-        _idle.extend(event for pair in self.waits for event in pair)
+        _idle.extend(event for pair in (*self.waits, *self._empty) for event in pair)
         _idle.extend(event for note in self.notes for event in (note.start, note.end))
         return summarize(placed, waits)
 

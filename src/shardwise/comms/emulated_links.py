@@ -5,7 +5,8 @@ its time alone and longer in company: when the shares that all moving transfers 
 more than the whole, each slows by that sum. Two that fill one link get half of it each, and end
 when the sum of their bytes would. Transfers of one group follow one another.
 
-`HostLinks` does this by the host's clock; `emulated_device` does the same on a GPU.
+`HostLinks` does this by a clock that the caller reads: the step itself on a CPU, and for a GPU the
+process of `emulated_clock`.
 """
 
 from __future__ import annotations

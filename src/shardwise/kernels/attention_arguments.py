@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from shardwise.kernels import attention_configs as configs
-from shardwise.kernels.attention_calls import Launch, Plan, Pointer, Tile
+from shardwise.kernels.attention_calls import Plan
 from shardwise.kernels.attention_configs import Tiles
 from shardwise.kernels.attention_operands import (
     HAS_GLUON,
@@ -24,6 +24,7 @@ from shardwise.kernels.attention_operands import (
     tma_serves,
 )
 from shardwise.kernels.attention_prepare import split_kernel
+from shardwise.kernels.launches import Launch, Pointer, Tile
 
 HOPPER_WIDTHS = (64, 128)
 # The order of a call's tensors. `q_first` and `q_last` bound the keys that a query's segment

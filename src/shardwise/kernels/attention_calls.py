@@ -1,92 +1,18 @@
 # mypy: disable-error-code="import-not-found,import-untyped"
-"""Kernel launches on fixed shapes: worked out once, after that only addresses change.
-
-Triton's own launch looks at every argument to find the compiled kernel that fits, asks the driver
-about every pointer, and a descriptor checks itself whenever one is made. Short attentions take less
-time than that. A `Launch` goes that way once, keeps the compiled kernel, and then hands it numbers.
-"""
+"""The launches that an attention call is made of, and the workspaces they share."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from shardwise.kernels.launches import Launch
+
 SPACE = 256  # bytes to which a workspace is aligned
-
-
-class Pointer:
-    """An argument: the call's tensor number `index`, or None where there is none."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class Address:
-    """All that a prepared launch asks of a tensor."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Tile:
-    """An argument: a descriptor of tensor number `index`, made like `template`."""
-
-    def __init__(self, index: int, template: Any) -> None:
-        self.index = index
-        self.kind = type(template)
-        self.fields = {**vars(template), "base": None}  # a plan must not keep a tensor alive
-
-    def of(self, base: Tensor | Address | None) -> Any:
-        made = object.__new__(self.kind)  # without the checks, which the template has passed
-        made.__dict__.update(self.fields)
-        made.base = base
-        return made
-
-
-class Launch:
-    """A kernel with its grid and arguments; `constants` are its constexprs and launch options."""
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any
-    ) -> None:
-        self.kernel, self.grid, self.constants = kernel, grid, constants
-        names = list(inspect.signature(kernel.fn).parameters)[len(arguments) :]
-        self.arguments = [*arguments, *(constants.pop(name) for name in names)]
-        self.pointers = [(i, a.index) for i, a in enumerate(arguments) if isinstance(a, Pointer)]
-        self.tiles = [(i, a) for i, a in enumerate(arguments) if isinstance(a, Tile)]
-        self.run: Callable[..., None] | None = None  # once compiled
-
-    def first(self, tensors: Sequence[Tensor | None]) -> None:
-        """Compile and launch. The interpreter compiles nothing, and always comes this way."""
-        arguments = self.arguments.copy()
-        for place, index in self.pointers:
-            arguments[place] = tensors[index]
-        for place, tile in self.tiles:
-            arguments[place] = tile.of(tensors[tile.index])
-        compiled = self.kernel[self.grid](*arguments, **self.constants)
-        if compiled is not None:
-            self.run = compiled[(*self.grid, 1, 1)[:3]]
-
-    def again(self, addresses: Sequence[int | None], stream: int) -> None:
-        """Launch what was compiled."""
-        arguments = self.arguments.copy()
-        for place, index in self.pointers:
-            arguments[place] = addresses[index]
-        for place, tile in self.tiles:
-            address = addresses[tile.index]
-            assert address is not None
-            arguments[place] = tile.of(Address(address))
-        assert self.run is not None
-        self.run(*arguments, stream=stream)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from shardwise.kernels.attention_backward import (
     dq_kernel,
     joined_kernel,
 )
-from shardwise.kernels.attention_calls import Launch, Plan, Tile
+from shardwise.kernels.attention_calls import Plan
 from shardwise.kernels.attention_configs import Backward, Stash, Tiles
 from shardwise.kernels.attention_forward import forward_kernel
 from shardwise.kernels.attention_layout import new_lines
@@ -37,6 +37,7 @@ from shardwise.kernels.attention_operands import (
     processors,
 )
 from shardwise.kernels.attention_prepare import delta_kernel
+from shardwise.kernels.launches import Launch, Tile
 
 if HAS_GLUON:
     from shardwise.kernels.attention_backward_hopper import dkdv_hopper_kernel

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.planning.placement import lay_out
+from shardwise.planning.strategies import choose_gather
 from shardwise.planning.units import UnitSpec
 
 if TYPE_CHECKING:
@@ -66,13 +67,15 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
     own, compute, reduce = plan.dtypes(unit.parameters[0].dtype)
     everything = lay_out([p.shape for p in unit.parameters], plan.shard)
     trained = lay_out([p.shape for p in unit.parameters if p.trainable], plan.shard)
+    full = everything.full_numel * compute.itemsize
+    gather = choose_gather(plan.gather, len(unit.parameters), full)
     return UnitBytes(
         master=everything.shard_numel * own.itemsize,
-        full=everything.full_numel * compute.itemsize,
+        full=full,
         gradient=trained.shard_numel * own.itemsize,
         slot=trained.full_numel * reduce.itemsize,
         aliased=plan.shard == 1 and own == compute,
-        packs=plan.shard > 1 and len(unit.parameters) > 1 and plan.gather in ("auto", "packed"),
+        packs=plan.shard > 1 and gather == "packed",
     )
 
 

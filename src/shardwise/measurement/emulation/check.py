@@ -1,5 +1,6 @@
-"""Emulated collectives against the clock: the time each takes on the device, the device otherwise
-idle or busy with matrix products, beside the time it is to take.
+"""Emulated collectives against the clock: the time each takes on the device, beside the time it is
+to take. The device is otherwise idle, or computes: matrix products of a step's size, or large ones,
+which keep every multiprocessor for a millisecond.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from shardwise.errors import UserError
 
 SIZES = tuple(2**20 * 4**i for i in range(6))  # 1 MiB to 1 GiB
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-MATRIX = 8192
-PRODUCT_S = 1.2e-3  # less than one product of such matrices takes
+# Rows, inner and columns of the products, and less than one takes.
+LOADS: dict[str, tuple[tuple[int, int, int], float] | None] = {
+    "idle": None,
+    "small": ((8192, 2048, 2048), 70e-6),
+    "large": ((8192, 8192, 8192), 1.2e-3),
+}
 
 
 def check(device: torch.device, networks: list[tuple[str, NetworkModel]]) -> list[dict[str, Any]]:
@@ -31,17 +36,17 @@ def check(device: torch.device, networks: list[tuple[str, NetworkModel]]) -> lis
         with emulate(network) as emulation:
             for collective in COLLECTIVES:
                 for nbytes in SIZES:
-                    for loaded in (False, True):
+                    for load in LOADS:
                         modelled, taken = time_collective(
-                            emulation, device, collective, nbytes, loaded
+                            emulation, device, collective, nbytes, load
                         )
-                        rows.append(_row(name, collective, nbytes, loaded, modelled, taken))
+                        rows.append(_row(name, collective, nbytes, load, modelled, taken))
     _print(rows)
     return rows
 
 
 def time_collective(
-    emulation: Emulation, device: torch.device, collective: str, nbytes: int, loaded: bool
+    emulation: Emulation, device: torch.device, collective: str, nbytes: int, load: str
 ) -> tuple[float, list[float]]:
     """The modelled seconds of a collective, and those of several in a row."""
     world, count = dist.get_world_size(), nbytes // 4
@@ -50,24 +55,32 @@ def time_collective(
     modelled = emulation.transfer(collective, nbytes, dist.group.WORLD).seconds
     rounds = max(3, min(20, round(30e-3 / modelled)))
     head_start = 2e-3 + rounds * 200e-6
-    compute = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)
     _call(collective, whole, part)  # builds the kernel, which may take longer than the head start
     torch.cuda.synchronize(device)
-    if loaded:
-        matrix = torch.randn((MATRIX, MATRIX), device=device, dtype=torch.bfloat16)
-        out = torch.empty_like(matrix)
-        for _ in range(5 + round((head_start + 1.1 * rounds * modelled) / PRODUCT_S)):
-            torch.mm(matrix, matrix, out=out)
-        busy = compute.record_event()
+    busy = _compute(device, load, head_start + 1.1 * rounds * modelled)
     with torch.cuda.stream(side):
         emulation.links_of(device).delay(head_start)
         with emulation.measure(device) as measured:
             for _ in range(rounds):
                 _call(collective, whole, part)
-            if loaded and busy.query():
+            if busy is not None and busy.query():
                 raise RuntimeError("the matrix products ended before the collectives were issued")
     return modelled, [message.seconds for message in measured.messages]
+
+
+def _compute(device: torch.device, load: str, seconds: float) -> torch.cuda.Event | None:
+    """Queue products for at least so long; the event at their end."""
+    shape = LOADS[load]
+    if shape is None:
+        return None
+    (rows, inner, columns), each = shape
+    left = torch.randn((rows, inner), device=device, dtype=torch.bfloat16)
+    right = torch.randn((inner, columns), device=device, dtype=torch.bfloat16)
+    out = torch.mm(left, right)
+    for _ in range(5 + round(seconds / each)):
+        torch.mm(left, right, out=out)
+    return torch.cuda.current_stream(device).record_event()
 
 
 def _call(collective: str, whole: torch.Tensor, part: torch.Tensor) -> None:
@@ -83,7 +96,7 @@ def _row(
     network: str,
     collective: str,
     nbytes: int,
-    loaded: bool,
+    load: str,
     modelled: float,
     taken: list[float],
 ) -> dict[str, Any]:
@@ -92,7 +105,7 @@ def _row(
         "check": collective,
         "network": f"emulated: {network}",
         "bytes": nbytes,
-        "device": "busy" if loaded else "idle",
+        "device": load,
         "modelled_us": modelled * 1e6,
         "taken_us": median * 1e6,
         "error": median / modelled - 1,

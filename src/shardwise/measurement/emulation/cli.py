@@ -29,9 +29,10 @@ reading the table:
   cpu       until the host has issued it
   free      the same step if communication cost nothing
   exposed   the compute stream stood still while a collective was under way, measured
-  counterfactual  the step less the same step over a free network, in two parts:
-  waiting   what is gained when nobody waits for a collective; to be compared with `exposed`
-  contended what the collectives' kernels cost the compute they run beside (GPU)
+  copies    the same over the free network, whose collectives still copy what arrives
+  counterfactual  the step less the same step over a free network: to be compared with `exposed`
+            less `copies`
+  contended of that, with --occupancy: what the collectives' kernels cost the compute beside them
             On a GPU these four are taken with the host a step ahead: a slow host is not in them
   peak      the most memory of the rank, in 1e9 bytes
 
@@ -278,47 +279,48 @@ def _print(job: Job, figures: list[Figures]) -> None:
         f"{job.rank} of {plan.replicate}x{plan.shard}; network emulated: {job.network_name}"
     )
     table.add_column("engine")
-    for name in (
-        "step ms",
-        "cpu ms",
-        "free ms",
-        "exposed",
-        "counterfactual",
-        "waiting",
-        "contended",
-    ):
-        table.add_column(name, justify="right")
-    for name in ("peak GB", "calls"):
-        table.add_column(name, justify="right")
-    for each in figures:
-        side = each.side
-        table.add_row(
-            each.engine,
-            f"{side.step_ms:.1f} +-{side.step_spread_ms:.1f}",
-            f"{side.cpu_ms:.1f}",
-            f"{each.free_step_ms:.1f}",
-            f"{each.exposed_ms:.1f} +-{each.exposed_spread_ms:.1f}",
-            f"{each.counterfactual_ms:.1f}",
-            f"{each.waiting_ms:.1f}",
-            f"{each.contention_ms:.1f}",
-            f"{side.peak_bytes / 1e9:.2f}",
-            str(side.collectives),
-        )
+    rows = [_row(each) for each in figures]
     if len(figures) == 2:
-        ours, theirs = figures
-        table.add_row(
-            "ratio",
-            f"{ours.side.step_ms / theirs.side.step_ms:.2f}",
-            f"{ours.side.cpu_ms / theirs.side.cpu_ms:.2f}",
-            f"{ours.free_step_ms / theirs.free_step_ms:.2f}",
-            _ratio(ours.exposed_ms, theirs.exposed_ms),
-            _ratio(ours.counterfactual_ms, theirs.counterfactual_ms),
-            _ratio(ours.waiting_ms, theirs.waiting_ms),
-            _ratio(ours.contention_ms, theirs.contention_ms),
-            f"{ours.side.peak_bytes / theirs.side.peak_bytes:.2f}",
-            "",
-        )
+        rows.append(_ratios(*figures))
+    if not job.occupancy:
+        for row in rows:
+            del row["contended"]
+    for name in list(rows[0])[1:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
+
+
+def _row(each: Figures) -> dict[str, str]:
+    side = each.side
+    return {
+        "engine": each.engine,
+        "step ms": f"{side.step_ms:.1f} +-{side.step_spread_ms:.1f}",
+        "cpu ms": f"{side.cpu_ms:.1f}",
+        "free ms": f"{each.free_step_ms:.1f}",
+        "exposed": f"{each.exposed_ms:.2f} +-{each.exposed_spread_ms:.2f}",
+        "copies": f"{each.free_exposed_ms:.2f}",
+        "counterfactual": f"{each.counterfactual_ms:.2f} +-{each.counterfactual_spread_ms:.2f}",
+        "contended": f"{each.contention_ms:.2f}",
+        "peak GB": f"{side.peak_bytes / 1e9:.2f}",
+        "calls": str(side.collectives),
+    }
+
+
+def _ratios(ours: Figures, theirs: Figures) -> dict[str, str]:
+    return {
+        "engine": "ratio",
+        "step ms": f"{ours.side.step_ms / theirs.side.step_ms:.2f}",
+        "cpu ms": f"{ours.side.cpu_ms / theirs.side.cpu_ms:.2f}",
+        "free ms": f"{ours.free_step_ms / theirs.free_step_ms:.2f}",
+        "exposed": _ratio(ours.exposed_ms, theirs.exposed_ms),
+        "copies": _ratio(ours.free_exposed_ms, theirs.free_exposed_ms),
+        "counterfactual": _ratio(ours.counterfactual_ms, theirs.counterfactual_ms),
+        "contended": _ratio(ours.contention_ms, theirs.contention_ms),
+        "peak GB": f"{ours.side.peak_bytes / theirs.side.peak_bytes:.2f}",
+        "calls": "",
+    }
 
 
 def _ratio(ours: float, theirs: float) -> str:

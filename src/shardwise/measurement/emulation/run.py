@@ -7,9 +7,12 @@ Exposed communication is taken twice, in two ways that know nothing of each othe
   collective was under way;
 - counterfactual: the step's time less that of the same step over a free network, in one run.
 
-On a GPU a collective's kernel also takes something from the compute it runs beside, which no wait
-shows. So the counterfactual is parted: `waiting` is what the step gains when nobody waits but the
-kernels go on, `contention` what it gains when they are gone too.
+A free network's collectives still copy what arrives, and a step may wait for that too: what its
+waits show is taken with the same means, so that the two can be compared.
+
+Kernels that occupy the device (`--occupancy`) also take something from the compute they run beside,
+which no wait shows. Then the counterfactual is parted: `waiting` is what the step gains when nobody
+waits but the kernels go on, `contention` what it gains when they are gone too.
 
 On a GPU both are taken with the host a whole step ahead, as in a training loop that never
 synchronises: the device is kept busy until the step has been issued. Where the host is slower than
@@ -71,7 +74,9 @@ class Figures:
     free_step_ms: float  # the same step over a free network
     exposed_ms: float  # measured
     exposed_spread_ms: float
+    free_exposed_ms: float  # the same over a free network: for copies of what arrives
     counterfactual_ms: float  # the step less the same over a free network
+    counterfactual_spread_ms: float
     waiting_ms: float  # of that: less one that waits for nothing while the kernels go on
     contention_ms: float  # the rest: what the kernels cost the compute they run beside
     device_ms: float  # the step in which these were taken
@@ -158,7 +163,7 @@ class _Block:
 
     samples: dict[str, list[Sample]]  # by mode
     ahead: dict[str, list[float]]  # the same with the host ahead, ms
-    exposures: list[Exposure]
+    exposures: dict[str, list[Exposure]]  # of those
     peak: int
     calls: Counter[str]
     sent: Counter[str]
@@ -172,20 +177,19 @@ def _run_block(job: Job, engine: str, inputs: Inputs, emulation: Emulation, bloc
     step = candidate.step
     rounds = max(2, -(-job.steps // blocks))
     timer = benchmark.time_on_cuda if cuda else benchmark.time_on_host(_nothing)
-    # A host's collectives have no kernels that could go on without it.
-    modes = MODES if cuda else ("network", "free")
+    # Only kernels that occupy the device can go on without being waited for.
+    modes = MODES if cuda and job.occupancy else ("network", "free")
     steps = {mode: _in_mode(emulation, mode, step) for mode in modes}
     plain = {mode: steps[mode] for mode in ("network", "free")}
     samples = benchmark.alternate(plain, rounds, WARMUP, timer)
     head_start = AHEAD * statistics.median(s.cpu_ms for s in samples["network"]) / 1e3
     ahead: dict[str, list[float]] = {mode: [] for mode in steps}
-    exposures = []
+    exposures: dict[str, list[Exposure]] = {mode: [] for mode in steps}
     for _ in range(rounds):
         for mode, each in steps.items():
             took, exposure = _step_ahead(job.device, emulation, each, head_start)
             ahead[mode].append(took)
-            if mode == "network":
-                exposures.append(exposure)
+            exposures[mode].append(exposure)
     emulation.calls.clear()
     emulation.sent.clear()
     peak = memory.peak_on_cuda(step) - left if cuda else 0
@@ -255,31 +259,40 @@ def _combine(engine: str, blocks: list[_Block]) -> Figures:
     def samples(name: str) -> list[Sample]:
         return [sample for block in blocks for sample in block.samples[name]]
 
-    def ahead(name: str) -> float:
-        return statistics.median(took for block in blocks for took in block.ahead[name])
+    def ahead(name: str) -> list[float]:
+        return [took for block in blocks for took in block.ahead[name]]
+
+    def exposures(name: str) -> list[Exposure]:
+        return [exposure for block in blocks for exposure in block.exposures[name]]
+
+    def difference(first: str, second: str) -> list[float]:
+        """Of steps that ran one right after the other: the device's clock rate drifts."""
+        return [a - b for a, b in zip(ahead(first), ahead(second), strict=True)]
 
     last = blocks[-1]
     waitless = "unwaited" if "unwaited" in last.ahead else "free"
-    exposures = [exposure for block in blocks for exposure in block.exposures]
-    exposed = [exposure.exposed_s * 1e3 for exposure in exposures]
+    exposed = [exposure.exposed_s * 1e3 for exposure in exposures("network")]
+    counterfactual = difference("network", "free")
     # Only the first block makes the libraries' workspaces; the others find them there.
     peak = min(block.peak for block in blocks)
-    typical = sorted(exposures, key=lambda exposure: exposure.exposed_s)[len(exposures) // 2]
+    by_exposed = sorted(exposures("network"), key=lambda exposure: exposure.exposed_s)
     return Figures(
         engine,
         Side.of(samples("network"), peak, sum(last.calls.values())),
         free_step_ms=statistics.median(sample.step_ms for sample in samples("free")),
         exposed_ms=statistics.median(exposed),
         exposed_spread_ms=benchmark.spread(exposed),
-        counterfactual_ms=ahead("network") - ahead("free"),
-        waiting_ms=ahead("network") - ahead(waitless),
-        contention_ms=ahead(waitless) - ahead("free"),
-        device_ms=ahead("network"),
-        waited_ms=statistics.median(exposure.waited_s * 1e3 for exposure in exposures),
+        free_exposed_ms=statistics.median(e.exposed_s * 1e3 for e in exposures("free")),
+        counterfactual_ms=statistics.median(counterfactual),
+        counterfactual_spread_ms=benchmark.spread(counterfactual),
+        waiting_ms=statistics.median(difference("network", waitless)),
+        contention_ms=statistics.median(difference(waitless, "free")),
+        device_ms=statistics.median(ahead("network")),
+        waited_ms=statistics.median(e.waited_s * 1e3 for e in exposures("network")),
         calls=dict(last.calls),
         bytes_by_collective=dict(last.sent),
         settings=last.settings,
-        messages=sum_up(typical),
+        messages=sum_up(by_exposed[len(by_exposed) // 2]),
     )
 
 
