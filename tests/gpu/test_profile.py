@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def main() -> int:
             check(kind, 16, found, root / kind)
         except AssertionError as error:
             failures += 1
-            print(f"{kind} FAILED {error!r} at line {error.__traceback__.tb_lineno}", flush=True)  # type: ignore[union-attr]
+            line = traceback.extract_tb(error.__traceback__)[-1].line
+            print(f"{kind} FAILED {error!r}: {line}", flush=True)
     print(f"{len(ENGINES) - failures} passed, {failures} failed")
     return failures
 

@@ -102,9 +102,6 @@ class DeviceLinks:
             if overhead is None
             else (overhead, overhead)
         )
-        # What a trace shows of a transfer's beginning and end: a word each way by a copy engine.
-        self._mark = torch.zeros(1, dtype=torch.int32, device=device)
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def close(self) -> None:
         """All that is under way ends first."""
@@ -155,21 +152,18 @@ class DeviceLinks:
             self._carry(lane, lane.stream, moves, transfer)
             return
         number = self._begin(lane, lane.stream, transfer)
-        if traced:
-            self._show(lane.stream)
+        handle, over = lane.stream.cuda_stream, Page.over(lane.number)
+        if traced:  # the trace has nothing of the wait itself
+            self._values.show(handle, over)
         self._deliver(lane.stream, moves)
-        self._values.wait(lane.stream.cuda_stream, Page.over(lane.number), number)
+        self._values.wait(handle, over, number)
         if traced:
-            self._show(lane.stream)
+            self._values.show(handle, over)
 
     def _begin(self, lane: _Lane, stream: torch.cuda.Stream, transfer: Transfer) -> int:
         number = self._clock.issue(lane.number, transfer)
         self._values.write(stream.cuda_stream, Page.begun(lane.number), number)
         return number
-
-    def _show(self, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            self._seen.copy_(self._mark, non_blocking=True)
 
     def _deliver(self, stream: torch.cuda.Stream, moves: Sequence[Move]) -> None:
         first = moves[0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -111,10 +112,21 @@ class Group:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The group's ranks in the world."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    def gathers_grouped(self, device: torch.device) -> bool:
+        """Whether a grouped call takes this device's tensors. gloo's does not, though its other
+        calls do: it reads them as the host's, and the process dies.
+        """
+        backends = dist.get_backend_config(self.group).split(",")
+        return device.type == "cpu" or f"{device.type}:gloo" not in backends
+
     def _note(self, name: str, *tensors: torch.Tensor) -> None:
         if recording.open_records or marks.on is not None:
             nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             recording.note(name, self.axis, nbytes, self.size)
             if marks.on is not None:
-                members = tuple(dist.get_process_group_ranks(self.group))
-                marks.on.call(name, self.axis, nbytes, members)
+                marks.on.call(name, self.axis, nbytes, self.members)

@@ -65,6 +65,7 @@ def free_device() -> int:
     """Give back what the last candidate held. The bytes that stay (inputs, libraries' workspace)
     are not the next one's: subtract them from its peak.
     """
-    gc.collect()
+    for _ in range(2):  # what tensors kept alive is garbage only after they are gone
+        gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,8 +141,33 @@ def watch_optimizers() -> None:
     global _installed
     if not _installed:
         _installed = True
-        torch_optimizer.register_optimizer_step_pre_hook(_before_step)
-        torch_optimizer.register_optimizer_step_post_hook(_after_step)
+        torch_optimizer.register_optimizer_step_pre_hook(_Watcher(_before_step))
+        after = torch_optimizer.register_optimizer_step_post_hook(_Watcher(_after_step))
+        _first(torch_optimizer._global_optimizer_post_hooks, after)
+
+
+class _Watcher:
+    """A hook of ours on every optimizer's step; those of others keep a step as torch does it."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self.hook(*args)
+
+
+def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
+    """Call `before` each optimizer's step, also one on local rows, and `after` it with the
+    optimizer as it was; for a profile, which must not change the way that a step goes.
+    """
+    first = torch_optimizer.register_optimizer_step_pre_hook(_Watcher(before))
+    _first(torch_optimizer._global_optimizer_pre_hooks, first)
+    return [first, torch_optimizer.register_optimizer_step_post_hook(_Watcher(after))]
+
+
+def _first(hooks: Any, handle: Any) -> None:
+    """Let one of them be called before all others."""
+    hooks.move_to_end(handle.id, last=False)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -183,11 +209,15 @@ def _takes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
         and not any(value is not None for value in kwargs.values())
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
-        and len(torch_optimizer._global_optimizer_pre_hooks) == 1
-        and len(torch_optimizer._global_optimizer_post_hooks) == 1
+        and _only_ours(torch_optimizer._global_optimizer_pre_hooks)
+        and _only_ours(torch_optimizer._global_optimizer_post_hooks)
         and not torch.compiler.is_compiling()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
     )
+
+
+def _only_ours(hooks: Mapping[int, Any]) -> bool:
+    return all(type(hook) is _Watcher for hook in hooks.values())
 
 
 def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

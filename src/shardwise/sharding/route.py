@@ -76,8 +76,9 @@ class Route:
     def _choose(self, asked: str) -> str:
         if self.scattered or self.custom is not None:
             return "packed"
-        streams = self.full.device.type != "cpu"
-        return choose_gather(asked, len(self.parts), self.full.nbytes, streams)
+        device = self.full.device
+        mode = choose_gather(asked, len(self.parts), self.full.nbytes, device.type != "cpu")
+        return "packed" if mode == "grouped" and not self.group.gathers_grouped(device) else mode
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""

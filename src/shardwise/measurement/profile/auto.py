@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from shardwise.measurement.profile.collect import Profile
 from shardwise.measurement.profile.files import choose_cluster
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.local_step import watch_steps
 from shardwise.runtime.stretches import engine_of
 
 DIRECTORY, STEPS, SKIP = (f"SHARDWISE_PROFILE{part}" for part in ("", "_STEPS", "_SKIP"))
@@ -37,8 +34,7 @@ class Watch:
         self.profile: Profile | None = None
         self.done = False
         self._stack: list[int] = []
-        register_optimizer_step_pre_hook(self._before)
-        register_optimizer_step_post_hook(self._after)
+        watch_steps(self._before, self._after)
         atexit.register(self._tell)
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -24,10 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from shardwise.comms import marks as marking
 from shardwise.comms.marks import Marks
@@ -45,6 +41,7 @@ from shardwise.measurement.profile.spans import HostPieces, cut_host
 from shardwise.measurement.profile.trace import Trace, Tracer, unix_offset
 from shardwise.runtime.api import engine_of, is_sharded
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.local_step import watch_steps
 from shardwise.timeline import Timeline
 
 NO_TRACE = (
@@ -110,10 +107,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         self.start()  # first: where it raises, nothing is left on the optimizers
-        self._hooks = [
-            register_optimizer_step_pre_hook(self.before_optimizer),
-            register_optimizer_step_post_hook(self.after_optimizer),
-        ]
+        self._hooks = watch_steps(self.before_optimizer, self.after_optimizer)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
