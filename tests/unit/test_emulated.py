@@ -25,7 +25,7 @@ from shardwise.cli import main
 from shardwise.comms import versions
 from shardwise.comms.emulated import Network, Transfer, emulate
 from shardwise.comms.emulated_device import Move, less, places_of
-from shardwise.comms.emulated_exposure import merge, overlap
+from shardwise.comms.emulated_exposure import Note, merge, summarize
 from shardwise.comms.emulated_links import HostLinks
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members, collective_time
@@ -94,7 +94,19 @@ def test_a_long_uptime_does_not_stop_the_clock() -> None:
 
 def test_intervals() -> None:
     assert merge([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0)]) == [(0.0, 3.0), (4.0, 5.0)]
-    assert overlap([(0.0, 2.0), (1.0, 3.0)], [(2.5, 9.0), (-1.0, 0.5)]) == pytest.approx(1.0)
+
+
+def test_a_wait_exposes_what_it_waited_for_and_a_moment_counts_once() -> None:
+    def note() -> Note:
+        return Note("all_gather", 8, 1, 1.0)
+
+    hidden, late, behind, next_one = (0.0, 2.0), (3.0, 6.0), (4.0, 6.5), (5.0, 9.0)
+    placed = [(note(), interval) for interval in (hidden, late, behind, next_one)]
+    measured = summarize(placed, [(2.5, 2.6), (4.5, 6.5), (7.0, 7.5)])
+    # The wait to 6.5 was for the second and the third; the fourth went on, also after the last.
+    assert [message.exposed_s for message in measured.messages] == pytest.approx([0, 1.5, 2.0, 0])
+    assert measured.exposed_s == pytest.approx(2.0)
+    assert measured.waited_s == pytest.approx(0.1 + 2.0 + 0.5)
 
 
 # A cluster's network

@@ -23,6 +23,7 @@ from shardwise.comms.emulated_links import Flow, HostLinks
 Interval = tuple[float, float]
 
 EMPTY = 15  # waits for what has come that are timed
+SAME_S = 2e-6  # events of one moment may be this far apart
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,14 @@ _idle: list[torch.cuda.Event] = []
 
 
 def summarize(placed: list[tuple[Note, Interval]], waits: list[Interval]) -> Exposure:
-    """Cut the waits with the collectives' times."""
+    """Cut the waits with the times of the collectives that they can have been for: one that goes on
+    after a wait has ended was not what it waited for.
+    """
+    ended = [
+        (interval, [wait for wait in waits if wait[1] >= interval[1] - SAME_S])
+        for _, interval in placed
+    ]
+    exposed = [cut(interval, others) for interval, others in ended]
     messages = [
         Message(
             note.collective,
@@ -160,15 +168,21 @@ def summarize(placed: list[tuple[Note, Interval]], waits: list[Interval]) -> Exp
             note.nbytes,
             note.modelled_s,
             *interval,
-            overlap([interval], waits),
+            sum(end - start for start, end in merge(parts)),
         )
-        for note, interval in placed
+        for (note, interval), parts in zip(placed, exposed, strict=True)
     ]
     return Exposure(
         messages,
-        overlap([interval for _, interval in placed], waits),
+        sum(end - start for start, end in merge([part for parts in exposed for part in parts])),
         sum(end - start for start, end in merge(waits)),
     )
+
+
+def cut(interval: Interval, others: list[Interval]) -> list[Interval]:
+    """The parts of `others` that lie in the interval."""
+    parts = [(max(interval[0], start), min(interval[1], end)) for start, end in others]
+    return [(start, end) for start, end in parts if end > start]
 
 
 def merge(intervals: list[Interval]) -> list[Interval]:
@@ -180,11 +194,3 @@ def merge(intervals: list[Interval]) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
-
-
-def overlap(first: list[Interval], second: list[Interval]) -> float:
-    """Seconds that are in both."""
-    total, others = 0.0, merge(second)
-    for start, end in merge(first):
-        total += sum(max(0.0, min(end, b) - max(start, a)) for a, b in others)
-    return total

@@ -20,7 +20,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # Rows, inner and columns of the products, and less than one takes.
 LOADS: dict[str, tuple[tuple[int, int, int], float] | None] = {
     "idle": None,
-    "small": ((8192, 2048, 2048), 70e-6),
+    "small": ((8192, 2048, 2048), 45e-6),
     "large": ((8192, 8192, 8192), 1.2e-3),
 }
 
