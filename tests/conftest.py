@@ -1,8 +1,10 @@
-"""Fixtures: pools of real ranks, shared by the whole run."""
+"""Fixtures: pools of real ranks, shared by the tests of a file. The order of the files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,26 @@ import torch.distributed as dist
 from tests.quiet import sharing_the_machine
 from tests.ranks import Ranks
 
+# Workers and their ranks have all cores busy: more threads of torch would spin for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# The files that take longest, first: a worker that began one of them last would end alone.
+LONG = (
+    "parity/test_dropin.py",
+    "parity/test_parity.py",
+    "unit/test_attention.py",
+    "parity/test_engine.py",
+    "unit/test_train.py",
+    "parity/test_examples.py",
+    "unit/test_profile.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
@@ -18,14 +40,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks

@@ -3,7 +3,7 @@
 `Ranks(n).run(function, *args)` calls `function(*args)` on every rank and returns what each
 returned; the process group is up on all of them. Importing torch is slow, so the ranks stay; a rank
 that raises reports its traceback and lives on, one that hangs or dies takes the pool down, and the
-next `run` starts a fresh one.
+next `run` starts a fresh one, as it does when the ranks have gathered many groups.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+# What every rank would import by itself, some of it only when it makes its first optimizer
+# (`torch._dynamo`): a second each.
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "shardwise.compat"]
+# Process groups that a pool may gather, as tests make meshes: gloo has a thread for each that wakes
+# up 100 times a second, and with 60 of them four idle ranks take half a core.
+GROUPS = 16
 
 
 class RankError(AssertionError):
@@ -45,12 +52,13 @@ class Ranks:
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * self.world
         errors: list[str | None] = [None] * self.world
+        groups = 0
         for rank, pipe in enumerate(self._pipes):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
                     errors[rank] = f"no answer within {timeout} s"
                     continue
-                ok, value = pipe.recv()
+                ok, value, groups = pipe.recv()
             except EOFError:
                 errors[rank] = "the process died"
                 continue
@@ -62,6 +70,8 @@ class Ranks:
             # After an error ranks may be out of step with each other: never reuse them.
             self.stop()
             raise RankError(errors)
+        if groups > GROUPS:
+            self.stop()
         return results
 
     def stop(self) -> None:
@@ -75,7 +85,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.tensor", "shardwise.runtime.engine"])
+        context.set_forkserver_preload(PRELOADED)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -107,4 +117,4 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)
+        pipe.send((*answer, len(dist.distributed_c10d._world.pg_map)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -179,18 +180,21 @@ def test_blocks_that_move_the_data_take_the_same_time_and_move_it() -> None:
         whole = torch.zeros(WORLD * part.numel(), device=DEVICE, dtype=torch.bfloat16)
         own = torch.zeros_like(part)
         summed = whole.clone()
-        for _ in range(2):
+        late = defaultdict(list)
+        for i in range(7):
             torch.cuda.synchronize()
             emulation.links_of(DEVICE).delay(5e-3)
             with emulation.measure(DEVICE) as measured:
                 versions.all_gather(whole, part, None).wait()
                 versions.reduce_scatter(own, whole, None).wait()
                 dist.all_reduce(summed)
+            for message in measured.messages if i else ():  # the first builds the kernels
+                late[message.collective].append(message.seconds / message.modelled_s - 1)
         assert torch.equal(whole.view(WORLD, -1), part.expand(WORLD, -1))
         assert torch.equal(own, part)
-        for message in measured.messages:
-            late = message.seconds - message.modelled_s
-            assert abs(late) < ERROR * message.modelled_s + IDLE_S, (message, late)
+        for collective, errors in late.items():
+            allowed = ERROR + IDLE_S / Network(100e9, 20e-6).seconds(whole.nbytes, WORLD)
+            assert abs(statistics.median(errors)) < allowed, (collective, errors)
 
 
 def test_ddp_s_buckets_go_over_the_network() -> None:

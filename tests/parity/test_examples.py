@@ -1,12 +1,18 @@
-"""The examples run as their help says, on two ranks, and both engines print the same numbers."""
+"""The examples run as their help says, on two ranks, and both engines print the same numbers.
+
+All runs share one start of torchrun (`run_examples.py`): Transformers takes seconds to import.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,39 +23,73 @@ NEEDS = {
     "transformers_accelerate": ("transformers", "accelerate"),
     "ffn_stack": (),
 }
-ENGINES = ("shardwise", "torch")
-pytestmark = [pytest.mark.slow, pytest.mark.quiet, pytest.mark.timeout(600)]
+SHORT = ("--warmup", "1", "--steps", "2")
+RUNS: dict[str, dict[str, tuple[str, ...]]] = {
+    "transformers_torchrun": {
+        "ours": ("--save", "saved"),
+        "theirs": ("--engine", "torch"),
+        "bf16": ("--steps", "11", "--layers", "1", "--bf16"),
+    },
+    "transformers_accelerate": {"ours": (), "theirs": ("--engine", "torch")},
+    "ffn_stack": {
+        "ours": SHORT,
+        "theirs": ("--engine", "torch", *SHORT),
+        "each": ("--each", *SHORT),
+        "mesh": ("--mesh", "1x2", *SHORT),
+    },
+}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def need(name: str) -> Path:
-    for package in NEEDS[name]:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed (pip install shardwise[test])")
-    return EXAMPLES / f"{name}.py"
+def missing(name: str) -> list[str]:
+    return [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
 
 
-def torchrun(name: str, *variants: tuple[str, ...]) -> list[str]:
-    """What the example prints on two ranks, for each tuple of arguments; all run at once."""
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs have left what they printed, and the checkpoint."""
+    folder = tmp_path_factory.mktemp("examples")
+    runs = []
+    for example in (name for name in NEEDS if not missing(name)):
+        asked = {"help": ("--help",), **RUNS[example]}
+        for (variant, arguments), port in zip(asked.items(), free_ports(len(asked)), strict=True):
+            run = {"name": f"{example}-{variant}", "script": str(EXAMPLES / f"{example}.py")}
+            port = None if variant == "help" else port
+            runs.append({**run, "arguments": arguments, "port": port})
+    (folder / "runs.json").write_text(json.dumps(runs))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    running = [
-        subprocess.Popen(
-            [*launcher, str(need(name)), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for arguments in variants
-    ]
-    try:
-        printed = [each.communicate(timeout=400) for each in running]
-    finally:
-        for each in running:
-            each.kill()
-    for each, (out, errors) in zip(running, printed, strict=True):
-        assert each.returncode == 0, out[-2000:] + errors[-4000:]
-    return [out for out, _ in printed]
+    done = subprocess.run(
+        [*launcher, str(Path(__file__).with_name("run_examples.py")), "runs.json"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder
+
+
+def printed(folder: Path, example: str, *variants: str, ranks: int = 2) -> list[str]:
+    """What rank 0 of each run has printed; all ranks must have ended well."""
+    if absent := missing(example):
+        pytest.skip(f"{absent[0]} is not installed (pip install shardwise[test])")
+    found = []
+    for variant in variants:
+        for rank in range(ranks):
+            texts = {x: folder / f"{example}-{variant}.{rank}.{x}" for x in ("code", "out", "err")}
+            said = texts["out"].read_text()[-2000:] + texts["err"].read_text()[-4000:]
+            assert texts["code"].read_text() == "0", f"{variant}, rank {rank}: {said}"
+        found.append((folder / f"{example}-{variant}.0.out").read_text())
+    return found
 
 
 def losses(printed: str) -> list[float]:
@@ -57,26 +97,19 @@ def losses(printed: str) -> list[float]:
 
 
 def test_every_example_is_listed() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS) == set(RUNS)
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_help_teaches(name: str) -> None:
-    command = [sys.executable, str(need(name)), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf"torchrun --nproc-per-node \d examples/{name}.py", done.stdout)
-    assert "--engine" in done.stdout
+def test_help_teaches(folder: Path, name: str) -> None:
+    (said,) = printed(folder, name, "help", ranks=1)
+    assert re.search(rf"torchrun --nproc-per-node \d examples/{name}.py", said)
+    assert "--engine" in said
 
 
-def test_transformers_under_torchrun(tmp_path: Path) -> None:
+def test_transformers_under_torchrun(folder: Path) -> None:
     """The default run learns, as torch's does, and saves a checkpoint that Transformers reads."""
-    ours, theirs, bf16 = torchrun(
-        "transformers_torchrun",
-        ("--save", str(tmp_path)),
-        ("--engine", "torch"),
-        ("--steps", "11", "--layers", "1", "--bf16"),
-    )
+    ours, theirs, bf16 = printed(folder, "transformers_torchrun", "ours", "theirs", "bf16")
     assert losses(bf16)[-1] < 0.8 * losses(bf16)[0]
     assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
     assert losses(ours)[-1] < 0.5 * losses(ours)[0]
@@ -87,24 +120,22 @@ def test_transformers_under_torchrun(tmp_path: Path) -> None:
 
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(folder / "saved")
     assert sum(p.numel() for p in model.parameters()) == whole
 
 
-def test_transformers_under_accelerate() -> None:
-    ours, theirs = torchrun("transformers_accelerate", *(("--engine", e) for e in ENGINES))
+def test_transformers_under_accelerate(folder: Path) -> None:
+    ours, theirs = printed(folder, "transformers_accelerate", "ours", "theirs")
     assert "shardwise: rank 0 keeps" in ours  # by the class of the prepared model
     assert "torch: rank 0 keeps" in theirs
     assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
     assert losses(ours)[-1] < 0.5 * losses(ours)[0]
 
 
-def test_feed_forward_stack() -> None:
+def test_feed_forward_stack(folder: Path) -> None:
     """Gradients do not depend on the engine, on when replicas reduce, or on the mesh."""
     norms = []
-    modes = ((), ("--engine", "torch"), ("--each",), ("--mesh", "1x2"))
-    short = ("--warmup", "1", "--steps", "2")
-    for printed in torchrun("ffn_stack", *((*mode, *short) for mode in modes)):
-        assert re.search(r"ms per step \| [\d,]+ tokens/s per rank", printed), printed
-        norms.append(float(re.search(r"norm (\S+)", printed).group(1)))
+    for said in printed(folder, "ffn_stack", "ours", "theirs", "each", "mesh"):
+        assert re.search(r"ms per step \| [\d,]+ tokens/s per rank", said), said
+        norms.append(float(re.search(r"norm (\S+)", said).group(1)))
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)

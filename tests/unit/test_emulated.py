@@ -269,11 +269,11 @@ def _interpret() -> None:
 
 
 def _deliver() -> list[float]:
-    """Two pieces, 20 and 13 elements, into 4 rows each, by two blocks."""
+    """Two pieces, 20 and 13 elements, into 4 rows each, by two blocks that deal tiles of 8."""
     from shardwise.comms import emulated_kernels
 
     source, full = torch.arange(64.0), torch.full((137,), -1.0)
-    places = torch.tensor([[0, 0, 20], [80, 30, 13]])
+    places = torch.tensor([[0, 0, 20, 0], [80, 30, 13, 3]])
     emulated_kernels.deliver[(2,)](full, source, places, 2, 4, BLOCK=8, ALIGNED=False)
     return full.tolist()
 

@@ -32,7 +32,7 @@ Mode = Literal["network", "unwaited", "free"]
 
 COPY_BYTES = 1024  # that one warp copies at a time
 COPIERS = 32  # warps for each multiprocessor, so that all find work when a product makes room
-CHUNK = 4096  # elements that a block of the occupying kernel moves at a time
+CHUNK = 16384  # elements that a block of the occupying kernel moves at a time
 PROBE_S = 200e-6  # modelled time of the collectives that show what stream and launch add
 _FIRST = -1  # the higher of a stream's two priorities
 
@@ -214,12 +214,14 @@ class _Copy:
 
     def __init__(self, moves: Sequence[Move], places: Places, copiers: int) -> None:
         first = moves[0]
-        self._places = torch.tensor(places, dtype=torch.int64).to(first.source.device)
         block = COPY_BYTES // first.source.element_size()
-        longest = max(count for _, _, count in places)
+        tiles = [-(-count // block) for _, _, count in places]
+        before = [sum(tiles[:i]) for i in range(len(tiles))]
+        table = [(*place, done) for place, done in zip(places, before, strict=True)]
+        self._places = torch.tensor(table, dtype=torch.int64).to(first.source.device)
         self._launch = Launch(
             _kernels().deliver,
-            (min(copiers, -(-longest // block)),),
+            (min(copiers, sum(tiles)),),
             [Pointer(0), Pointer(1), Pointer(2), len(moves), first.rows],
             BLOCK=block,
             ALIGNED=all(i % 16 == 0 for place in places for i in place),

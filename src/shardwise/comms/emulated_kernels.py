@@ -13,18 +13,20 @@ def deliver(
     target, source, places, pieces, rows, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Copy every piece of the source into `rows` rows of the target, one after the other: `places`
-    has for each piece where its rows begin in the target, where it begins in the source, and its
-    elements. Blocks of one warp and few registers find room beside a matrix product's; larger ones
-    would wait for its end.
+    has for each piece where its rows begin in the target, where it begins in the source, its
+    elements, and how many tiles the pieces before it have. Blocks of one warp and few registers
+    find room beside a matrix product's; larger ones would wait for its end.
     """
-    first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    blocks = tl.num_programs(0)
     for piece in range(pieces):
-        to, read = tl.load(places + 3 * piece), tl.load(places + 3 * piece + 1)
-        row = tl.load(places + 3 * piece + 2)
+        place_of = places + 4 * piece
+        to, read, row = tl.load(place_of), tl.load(place_of + 1), tl.load(place_of + 2)
         if ALIGNED:
             to, read = tl.multiple_of(to, 16), tl.multiple_of(read, 16)
             row = tl.multiple_of(row, 16)
-        for start in range(first, row, step):
+        # The tiles of all pieces are dealt in turn, so that no block has two more than another.
+        turn = (tl.program_id(0) + blocks - tl.load(place_of + 3) % blocks) % blocks
+        for start in range(turn * BLOCK, row, blocks * BLOCK):
             i = start + tl.arange(0, BLOCK)
             values = tl.load(source + read + i, mask=i < row)
             place = target + to + i
