@@ -6,6 +6,7 @@ Needs no pytest where there is none: `python -m tests.gpu.test_profile [DIR]` ru
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 import traceback
@@ -42,7 +43,8 @@ def run_profile(kind: str, directory: str, layers: int, batch: int, gigabytes: f
     wrapped = wraps[kind](make_model(shape, "cuda"), "zero3", Precision("bfloat16", "float32"))
     case = step.Case("profile", shape, batch, 2048, ("zero3",), 3, 3)
     run = wrapped.step_on(*step._make_tokens(case, "cuda", batch, 2048))
-    with emulate(Network(gigabytes * 1e9, 20e-6)):
+    network = Network(gigabytes * 1e9, 20e-6)
+    with emulate(network):
         for _ in range(3):
             run()
         torch.cuda.synchronize()
@@ -77,6 +79,10 @@ def run_profile(kind: str, directory: str, layers: int, batch: int, gigabytes: f
         ),
         "reduces": len(timeline.overlaps("reduce_scatter")),
         "messages": len(measured.messages),
+        "wire_error": statistics.median(
+            message.seconds / network.seconds(message.bytes, message.ranks) - 1
+            for message in measured.messages
+        ),
         "peak": memory.total,
         "allocator_peak": peak,
         "roles": dict(memory.by_role),
@@ -93,6 +99,7 @@ def check(kind: str, layers: int, found: dict[str, Any], directory: Path) -> Non
     assert found["source"] == "emulated"
     assert abs(sum(found["parts"].values()) - found["step_ms"]) < 1e-3
     assert {f"layers.{i}" for i in range(layers)} <= set(found["units"])
+    assert abs(found["wire_error"]) < 0.05  # transfers are as long in the trace as they were
     assert found["gathers"] >= 2 * layers and found["reduces"] >= layers
     assert found["parts"]["compute"] > 0.5 * found["step_ms"]
     # With prefetch all gathers of forward but the first are hidden.

@@ -97,6 +97,8 @@ class DeviceLinks:
         self._values = StreamValues(self._clock.page.memory, WORDS_BYTES)
         self._lanes: dict[Hashable, _Lane] = {}
         self._copies: dict[Hashable, _Copy] = {}
+        self._shown = torch.zeros(1, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._overhead, self._marked_overhead = (
             tuple(measure_overhead(device, occupancy, traced) for traced in (False, True))
             if overhead is None
@@ -152,18 +154,29 @@ class DeviceLinks:
             self._carry(lane, lane.stream, moves, transfer)
             return
         number = self._begin(lane, lane.stream, transfer)
-        handle, over = lane.stream.cuda_stream, Page.over(lane.number)
-        if traced:  # the trace has nothing of the wait itself
-            self._values.show(handle, over)
-        self._deliver(lane.stream, moves)
-        self._values.wait(handle, over, number)
         if traced:
-            self._values.show(handle, over)
+            self._show(lane.stream)
+        self._deliver(lane.stream, moves)
+        self._values.wait(lane.stream.cuda_stream, Page.over(lane.number), number)
+        if traced:
+            self._show(lane.stream)
 
     def _begin(self, lane: _Lane, stream: torch.cuda.Stream, transfer: Transfer) -> int:
         number = self._clock.issue(lane.number, transfer)
         self._values.write(stream.cuda_stream, Page.begun(lane.number), number)
         return number
+
+    def _show(self, stream: torch.cuda.Stream) -> None:
+        """Something that a trace shows, at this point of the stream; of writes and waits it has
+        nothing. A copy engine takes a word to the host. By torch: of the driver's own copies a
+        profiler does not say who asked for them.
+        """
+        caller = current_stream(self.device)
+        torch.cuda.set_stream(stream)
+        try:
+            self._seen.copy_(self._shown, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(caller)
 
     def _deliver(self, stream: torch.cuda.Stream, moves: Sequence[Move]) -> None:
         first = moves[0]

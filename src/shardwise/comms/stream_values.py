@@ -21,7 +21,6 @@ class StreamValues:
         self._memory = (ctypes.c_char * nbytes).from_buffer(memory)
         self._address = ctypes.addressof(self._memory)
         _check(int(torch.cuda.cudart().cudaHostRegister(self._address, nbytes, _MAPPED)), "map")
-        self._shown = torch.zeros(1, dtype=torch.int32, device="cuda")
         self._driver = _driver()
 
     def write(self, stream: int, word: int, value: int) -> None:
@@ -34,13 +33,6 @@ class StreamValues:
         call = self._driver.cuStreamWaitValue32_v2
         _check(call(stream, self._address + 4 * word, value, _FROM), "wait for")
 
-    def show(self, stream: int, word: int) -> None:
-        """Something that a trace of the device shows, at this point of the stream: a copy engine
-        brings one of the words to the device.
-        """
-        source = self._address + 4 * word
-        _check(self._driver.cuMemcpyHtoDAsync_v2(self._shown.data_ptr(), source, 4, stream), "copy")
-
     def close(self) -> None:
         torch.cuda.cudart().cudaHostUnregister(self._address)
 
@@ -50,9 +42,6 @@ def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
     for call in (driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2):
         call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    driver.cuMemcpyHtoDAsync_v2.argtypes = [
-        ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
-    ]  # fmt: skip
     return driver
 
 
