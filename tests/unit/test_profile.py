@@ -98,8 +98,9 @@ def test_kernels_belong_to_the_mark_that_launched_them() -> None:
     us = 1000
     trace.kernels = [
         Kernel("gemm", 10 * us, 20 * us, 7, 50, "kernel"),
+        Kernel("convert", 12 * us, 13 * us, 8, 110, "kernel"),  # inside the gather, before its call
         Kernel("spin_kernel", 15 * us, 40 * us, 9, 130, "kernel"),  # inside the call
-        Kernel("split", 40 * us, 41 * us, 8, 170, "kernel"),  # inside the gather
+        Kernel("split", 40 * us, 41 * us, 8, 170, "kernel"),  # inside the gather, after it
         Kernel("gemm", 42 * us, 60 * us, 7, 250, "kernel"),  # was there and waited for the gather
         Kernel("gemm", 90 * us, 95 * us, 7, 85 * us, "kernel"),  # the host was late
     ]
@@ -114,6 +115,7 @@ def test_kernels_belong_to_the_mark_that_launched_them() -> None:
     late = [s for s in spans if s.name == "host late"]
     assert (late[-1].start, late[-1].end) == (60 * us, 90 * us)
     assert {s.unit for s in spans if s.role == "compute"} == {"a", "b"}
+    assert [s.name for s in spans if s.role == "copy"] == ["cast", "copy-out"]
 
 
 def transfer(rank: int, start: int, end: int, number: int = 0) -> Transfer:

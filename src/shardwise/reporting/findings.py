@@ -72,7 +72,7 @@ def copies(timeline: Timeline, plan: Mapping[str, Any]) -> list[Finding]:
             by_unit[segment.span.unit] = by_unit.get(segment.span.unit, 0) + took
     names = sorted(by_name, key=lambda name: -by_name[name])[:2]
     mostly = join([f"{name} {show_time(by_name[name])}" for name in names])
-    gathers = any(word in name for name in names for word in ("gather", "unpack", "out", "cast"))
+    gathers = any(word in name for name in names for word in ("gather", "out"))
     if all(name.endswith(" call") for name in names):
         change = "The backend copies inside its calls: fewer, larger messages need fewer of them."
     elif gathers and plan.get("gather") in ("auto", "packed"):

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwise.comms.marks import Call, Marks
+from shardwise.comms.marks import Call, Marks, Range
 from shardwise.measurement.profile.spans import (
     HostPieces,
     Piece,
@@ -52,7 +52,8 @@ def device_spans(
         else:
             plain.append((kernel, piece))
     lanes = _name_lanes(plain, compute_stream)
-    spans = _kernel_spans(plain, lanes, compute_stream, rank)
+    calls = sorted(call.start for call in marks.calls)
+    spans = _kernel_spans(plain, lanes, compute_stream, rank, calls)
     spans += _late_spans(plain, compute_stream, rank, opened)
     spans += _issue_spans(known.pieces, rank)
     found = [
@@ -113,17 +114,25 @@ def _name_lanes(plain: list[tuple[Kernel, Piece]], compute_stream: int) -> dict[
 
 
 def _kernel_spans(
-    plain: list[tuple[Kernel, Piece]], lanes: dict[int, str], compute_stream: int, rank: int
+    plain: list[tuple[Kernel, Piece]],
+    lanes: dict[int, str],
+    compute_stream: int,
+    rank: int,
+    calls: list[int],
 ) -> list[Span]:
-    """Kernels of one mark that follow each other on a stream are one span."""
+    """Kernels of one mark that follow each other on a stream are one span. `calls`: when the host
+    issued its collectives.
+    """
     spans: list[Span] = []
     last: dict[int, int] = {}  # where the last span of a stream stands
     for kernel, piece in plain:
         moves = kernel.kind == "gpu_memcpy" and "DtoD" not in kernel.name
         role = "copy" if moves or kernel.stream != compute_stream else piece.role
         span = make_span(piece, role, rank, lanes[kernel.stream], kernel.start, kernel.end)
-        if span.name == "gather":
-            span = replace(span, name="copy-out")
+        if span.name == "gather" and isinstance(piece.mark, Range):
+            issued = bisect_left(calls, kernel.launched)
+            ahead = issued < len(calls) and calls[issued] <= piece.mark.end
+            span = replace(span, name="cast" if ahead else "copy-out")
         at = last.get(kernel.stream)
         if at is not None and _continues(spans[at], span, kernel):
             spans[at] = replace(spans[at], end=max(spans[at].end, span.end))
