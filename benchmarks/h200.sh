@@ -33,6 +33,7 @@ run_part() {
     case $1 in
         test-parity) python3 -m tests.gpu.test_parity ;;
         test-dropin) python3 -m tests.gpu.test_dropin ;;
+        test-nccl) python3 -m tests.gpu.test_nccl ;;
         test-emulated) python3 -m tests.gpu.test_emulated ;;
         test-profile) python3 -m tests.gpu.test_profile ;;
         test-attention) python3 -m tests.gpu.test_attention ;;
@@ -58,7 +59,7 @@ run_part() {
 }
 
 parts=("$@")
-((${#parts[@]})) || parts=(test-parity test-dropin test-emulated test-profile test-attention
+((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
     step step-dropin check emulate llama8b accuracy attention profile overlap compile)
 failed=()
 for part in "${parts[@]}"; do
