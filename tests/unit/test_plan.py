@@ -57,7 +57,7 @@ def test_meshes(name: str, mesh: Any, expected: tuple[int, int]) -> None:
         (("hsdp", "2xx"), {}, "expected a number or REPLICATExSHARD"),
         (("ddp", (2, 2)), {}, "ddp shards nothing.*use mesh=4"),
         (("zero3", (2, 2)), {}, "Plan.of.'hsdp', mesh=.2, 2., inner='zero3'"),
-        (("zero3", 4), {"snyc": "last"}, "no setting 'snyc'; did you mean 'sync'"),
+        (("zero3", 4), {"snyc": "last"}, "no setting 'snyc': did you mean 'sync'"),
         (("zero3", 4), {"sync": "lats"}, "Plan.sync is 'lats'.*did you mean 'last'"),
         (("zero3", 4), {"reduce": "flat"}, "reduce='flat' is a setting of 'ddp'"),
         (("zero3", 4), {"inner": "zero2"}, "inner='zero2' is a setting of 'hsdp'"),
@@ -82,7 +82,7 @@ def test_bad_values_are_named(arguments: Any, settings: dict[str, Any], told: st
 
 def test_unknown_json_keys_are_errors() -> None:
     text = Plan.of("zero3", mesh=2).to_json().replace('"sync"', '"sink"')
-    with pytest.raises(ValueError, match=r"no .'sink'."):
+    with pytest.raises(ValueError, match="a Plan has no key 'sink'"):
         Plan.from_json(text)
 
 
@@ -97,7 +97,7 @@ def test_unknown_json_keys_are_errors() -> None:
         ('{"name": "zero3", "mesh": "1x2"}', r"mesh is '1x2', expected \[replicate, shard\]"),
         ('{"name": "zero3", "mesh": [1, true]}', "Plan.mesh is"),
         ('{"name": "zero3", "mesh": [1, 2], "cut": "blocks"}', "cut is a JSON object"),
-        ('{"name": "zero3", "mesh": [1, 2], "cut": {"x": 1}}', r"cut has no \['x'\]"),
+        ('{"name": "zero3", "mesh": [1, 2], "cut": {"x": 1}}', "cut has no key 'x'"),
         ('{"name": "zero3", "mesh": [1, 2], "units": "all"}', "units is 'all', expected a list"),
         ('{"name": "zero3", "mesh": [1, 2], "units": [{"name": "a"}]}', "a unit needs"),
         ('{"name": "zero3", "mesh": [1, 2], "bucket_bytes": true}', "bucket_bytes is True"),

@@ -33,7 +33,8 @@ _APART = 32  # words, more than a cache line
 _FIELDS = 2 + MOST_LINKS  # of a transfer: fixed, moving, its share of each link
 _BYTES = WORDS_BYTES + LANES * ISSUED * _FIELDS * 8
 _STATE, _LANES_IN_USE = 0, 1  # words of the head
-_STARTING, _READY, _STOP = 0, 1, 2
+_READY, _STOP = 1, 2  # states; 0: it starts
+_FOR_EVER = 2**30  # transfers
 _LOOKS = 2**14  # between two looks whether the parent is still there
 # After so long without a transfer, the process looks less often.
 _REST_S, _NAP_S = 0.2, 50e-6
@@ -142,13 +143,15 @@ class Clock:
             time.sleep(1e-3)
 
     def _watch(self) -> None:
-        """Streams that wait for a clock that is gone would wait for ever."""
+        """Streams that wait for a clock that is gone would wait for ever, also in transfers that
+        are being issued right now.
+        """
         self._process.wait()
         if self.page.words[_STATE] == _STOP:
             return
         self.failed = True
         for lane, issued in enumerate(self._issued):
-            self.page.words[Page.over(lane)] = issued
+            self.page.words[Page.over(lane)] = issued + _FOR_EVER
         print("the clock process of the emulated network has ended", file=sys.stderr, flush=True)
 
 

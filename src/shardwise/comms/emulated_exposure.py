@@ -156,11 +156,10 @@ def summarize(placed: list[tuple[Note, Interval]], waits: list[Interval]) -> Exp
     """Cut the waits with the times of the collectives that they can have been for: one that goes on
     after a wait has ended was not what it waited for.
     """
-    ended = [
-        (interval, [wait for wait in waits if wait[1] >= interval[1] - SAME_S])
+    exposed = [
+        cut(interval, [wait for wait in waits if wait[1] >= interval[1] - SAME_S])
         for _, interval in placed
     ]
-    exposed = [cut(interval, others) for interval, others in ended]
     messages = [
         Message(
             note.collective,
@@ -168,15 +167,20 @@ def summarize(placed: list[tuple[Note, Interval]], waits: list[Interval]) -> Exp
             note.nbytes,
             note.modelled_s,
             *interval,
-            sum(end - start for start, end in merge(parts)),
+            length(parts),
         )
         for (note, interval), parts in zip(placed, exposed, strict=True)
     ]
     return Exposure(
         messages,
-        sum(end - start for start, end in merge([part for parts in exposed for part in parts])),
-        sum(end - start for start, end in merge(waits)),
+        length([part for parts in exposed for part in parts]),
+        length(waits),
     )
+
+
+def length(intervals: list[Interval]) -> float:
+    """Seconds that are in any of them."""
+    return sum(end - start for start, end in merge(intervals))
 
 
 def cut(interval: Interval, others: list[Interval]) -> list[Interval]:

@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import nearest
 from shardwise.planning import memory
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
 from shardwise.planning.units import (
@@ -106,9 +106,7 @@ class Plan:
     def _check_choice(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)
         if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"Plan.{field} is {value!r}, expected one of {list(choices)}{hint}")
+            raise ValueError(f"Plan.{field} is {value!r}{nearest(str(value), choices)}")
 
     def _check_mesh(self) -> None:
         mesh = self.mesh
@@ -148,14 +146,10 @@ class Plan:
         ddp, (1, n) for the zero family. `units` takes classes, name patterns or a parameter count
         (see `Cut`).
         """
-        known = {field.name for field in dataclasses.fields(cls)} - {"name", "mesh", "units", "cut"}
+        known = {field.name for field in dataclasses.fields(cls)} - {"name", "mesh", "cut"}
         for key in settings:
-            if key not in known | {"units"}:
-                near = difflib.get_close_matches(key, [*known, "units"], n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"Plan has no setting {key!r}{hint} (settings: {sorted(known | {'units'})})"
-                )
+            if key not in known:
+                raise ValueError(f"Plan has no setting {key!r}{nearest(key, sorted(known))}")
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if isinstance(settings.get(field), torch.dtype):
                 settings[field] = str(settings[field]).removeprefix("torch.")
@@ -260,9 +254,7 @@ def _check_keys(data: Any, what: str, known: tuple[str, ...], needed: tuple[str,
         raise ValueError(f"{what} is a JSON object with the keys {sorted(known)}, got {data!r:.60}")
     extra = sorted(set(data) - set(known))
     if extra:
-        near = difflib.get_close_matches(extra[0], known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what} has no {extra}{hint} (its keys are {sorted(known)})")
+        raise ValueError(f"{what} has no key {extra[0]!r}{nearest(extra[0], sorted(known))}")
     missing = [name for name in needed if name not in data]
     if missing:
         raise ValueError(f"{what} needs {missing}; got only {sorted(data)}")

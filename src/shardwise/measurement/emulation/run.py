@@ -15,8 +15,8 @@ which no wait shows. Then the counterfactual is parted: `waiting` is what the st
 waits but the kernels go on, `contention` what it gains when they are gone too.
 
 On a GPU both are taken with the host a whole step ahead, as in a training loop that never
-synchronises: the device is kept busy until the step has been issued. Where the host is slower than
-the device, the plain step says so, and there the network costs less than it exposes.
+synchronises: the device is kept waiting until the step has been issued. Where the host is slower
+than the device, the plain step says so, and there the network costs less than it exposes.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def _in_mode(emulation: Emulation, mode: Mode, step: Step) -> Step:
 def _step_ahead(
     device: torch.device, emulation: Emulation, step: Step, head_start: float
 ) -> tuple[float, Exposure]:
-    """One step with its waits measured, and its milliseconds. On a GPU the device is kept busy for
-    `head_start` seconds first, which do not count.
+    """One step with its waits measured, and its milliseconds. On a GPU the device is kept waiting
+    for `head_start` seconds first, which do not count.
     """
     if device.type != "cuda":
         with emulation.measure(device) as exposure:
