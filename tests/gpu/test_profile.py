@@ -23,8 +23,10 @@ except ImportError:  # a GPU machine without test tools
 ENGINES = ("plan", "fully_shard", "torch")
 
 
-def run_profile(kind: str, directory: str, layers: int, batch: int, gigabytes: float) -> dict:
-    """Profile three steps of one engine; the figures that a test asserts on."""
+def run_profile(
+    kind: str, directory: str, layers: int, batch: int, gigabytes: float, steps: int = 3
+) -> dict:
+    """Profile steps of one engine; the figures that a test asserts on."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -55,8 +57,8 @@ def run_profile(kind: str, directory: str, layers: int, batch: int, gigabytes: f
             torch.cuda.synchronize()
             times.append((time.perf_counter() - began) * 1e3)
         torch.cuda.reset_peak_memory_stats()
-        with profile(wrapped.model, steps=3, title=f"{kind} at {gigabytes:.0f} GB/s") as measured:
-            for _ in range(3):
+        with profile(wrapped.model, steps, title=f"{kind} at {gigabytes:.0f} GB/s") as measured:
+            for _ in range(steps):
                 run()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
@@ -67,6 +69,7 @@ def run_profile(kind: str, directory: str, layers: int, batch: int, gigabytes: f
     return {
         "engine": timeline.labels["engine"],
         "source": timeline.labels["source"],
+        "labels": dict(timeline.labels),
         "alone_ms": sorted(times)[2],
         "step_ms": timeline.step_ms,
         "parts": {k: v / 1e6 for k, v in timeline.breakdown().parts().items()},

@@ -18,13 +18,15 @@ from multiprocessing import get_context
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.cli import main
 from shardwise.comms import versions
 from shardwise.comms.emulated import Network, Transfer, emulate
-from shardwise.comms.emulated_device import Move, less, places_of
+from shardwise.comms.emulated_device import Move, deal, less, places_of
 from shardwise.comms.emulated_exposure import Note, merge, summarize
 from shardwise.comms.emulated_links import HostLinks
 from shardwise.description.cluster import Cluster
@@ -247,6 +249,17 @@ def test_where_the_moves_of_a_grouped_gather_read_and_write() -> None:
     assert places_of(moves) == ((0, 0, 4), (40, 10, 8))
 
 
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 20))
+def test_copies_are_dealt_whole_and_evenly(counts: list[int], workers: int) -> None:
+    begins = [sum(counts[:i]) for i in range(len(counts))]
+    places = tuple((8 * at, at, count) for at, count in zip(begins, counts, strict=True))
+    jobs = deal(places, block=16, workers=workers)
+    moved = {at + i: to + i for to, at, count, _ in jobs for i in range(count)}
+    assert moved == {at + i: to + i for to, at, count in places for i in range(count)}
+    assert sum(count for _, _, count, _ in jobs) == sum(counts)  # nothing twice
+    assert len(jobs) <= workers + len(counts)
+
+
 def test_what_streams_add_comes_off_a_transfer_s_fixed_part_first() -> None:
     assert less(Transfer(20e-6, 1e-3), 7e-6) == Transfer(pytest.approx(13e-6), 1e-3)
     assert less(Transfer(5e-6, 1e-3), 7e-6) == Transfer(0.0, pytest.approx(998e-6))
@@ -269,12 +282,12 @@ def _interpret() -> None:
 
 
 def _deliver() -> list[float]:
-    """Two pieces, 20 and 13 elements, into 4 rows each, by two blocks that deal tiles of 8."""
+    """Two pieces, 20 and 13 elements, into 4 rows each, in three jobs of up to 16 elements."""
     from shardwise.comms import emulated_kernels
 
     source, full = torch.arange(64.0), torch.full((137,), -1.0)
-    places = torch.tensor([[0, 0, 20, 0], [80, 30, 13, 3]])
-    emulated_kernels.deliver[(2,)](full, source, places, 2, 4, BLOCK=8, ALIGNED=False)
+    jobs = torch.tensor(deal(((0, 0, 20), (80, 30, 13)), block=8, workers=3))
+    emulated_kernels.deliver[(len(jobs),)](full, source, jobs, 4, BLOCK=8, ALIGNED=False)
     return full.tolist()
 
 

@@ -81,6 +81,19 @@ def places_of(moves: Sequence[Move]) -> Places:
     )
 
 
+def deal(places: Places, block: int, workers: int) -> list[tuple[int, int, int, int]]:
+    """The copies in jobs of about as many blocks of elements as each worker gets: where one writes
+    in the first row, where it reads, how many elements, and how far apart its rows are.
+    """
+    blocks = sum(-(-count // block) for _, _, count in places)
+    most = -(-blocks // workers) * block
+    return [
+        (to + done, read + done, min(most, count - done), count)
+        for to, read, count in places
+        for done in range(0, count, most)
+    ]
+
+
 class DeviceLinks:
     """The links of one rank on one device. `occupancy`: how many blocks of a GPU a collective takes
     to move its data itself, at the modelled rate; 0: small blocks copy as soon as they can.
@@ -134,7 +147,7 @@ class DeviceLinks:
             began.record(lane.stream)
         timed = transfer.seconds > 0
         if timed and mode == "network":
-            self._take(lane, moves, transfer, traced=marks.on is not None)
+            self._take(lane, moves, transfer, traced=marks.on is not None and marks.on.traced)
         else:
             self._deliver(lane.stream, moves)
             if timed and mode == "unwaited" and self.occupancy:
@@ -228,16 +241,14 @@ class _Copy:
     def __init__(self, moves: Sequence[Move], places: Places, copiers: int) -> None:
         first = moves[0]
         block = COPY_BYTES // first.source.element_size()
-        tiles = [-(-count // block) for _, _, count in places]
-        before = [sum(tiles[:i]) for i in range(len(tiles))]
-        table = [(*place, done) for place, done in zip(places, before, strict=True)]
-        self._places = torch.tensor(table, dtype=torch.int64).to(first.source.device)
+        jobs = deal(places, block, copiers)
+        self._jobs = torch.tensor(jobs, dtype=torch.int64).to(first.source.device)
         self._launch = Launch(
             _kernels().deliver,
-            (min(copiers, sum(tiles)),),
-            [Pointer(0), Pointer(1), Pointer(2), len(moves), first.rows],
+            (len(jobs),),
+            [Pointer(0), Pointer(1), Pointer(2), first.rows],
             BLOCK=block,
-            ALIGNED=all(i % 16 == 0 for place in places for i in place),
+            ALIGNED=all(i % 16 == 0 for job in jobs for i in job),
             num_warps=1,
             maxnreg=32,
         )
@@ -245,9 +256,9 @@ class _Copy:
     def run(self, stream: torch.cuda.Stream, first: Move, target: int, source: int) -> None:
         if self._launch.run is None:
             with torch.cuda.stream(stream):
-                self._launch.first((first.target, first.source, self._places))
+                self._launch.first((first.target, first.source, self._jobs))
         else:
-            self._launch.again((target, source, self._places.data_ptr()), stream.cuda_stream)
+            self._launch.again((target, source, self._jobs.data_ptr()), stream.cuda_stream)
 
 
 class _Lane:

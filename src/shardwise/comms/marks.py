@@ -80,6 +80,7 @@ class Marks:
     def __init__(self, device_type: str = "cpu", annotator: Annotator | None = None) -> None:
         # On a device with streams a wait blocks nobody, and the device's own trace has the ends.
         self.waits_block = device_type == "cpu"
+        self.traced = False  # torch's profiler runs beside
         self.contexts: list[tuple[int, str, str]] = [(perf_counter_ns(), "", "forward")]
         self.ranges: list[Range] = []
         self.calls: list[Call] = []

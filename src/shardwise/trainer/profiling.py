@@ -43,15 +43,18 @@ class StepProfiler:
         title = f"{self.plan.title} on {self.place.world} {self.place.device.type} ranks"
         self._measured = sw.profile(self.model, self.config.run.profile, title=title)
         self._open.enter_context(self._measured)
-        self._begun_s = self._measured.seconds
+        self._told_s = self._measured.seconds
         return perf_counter() - began
 
     def after(self, step: int) -> float:
         """End after the last of them, and write the files; seconds as `before` gives them."""
-        if not self.config.run.profile or step != self.last:
+        if not self.config.run.profile or not self.first <= step <= self.last:
             return 0.0
         began, measured = perf_counter(), self._measured
-        stopped = measured.seconds - self._begun_s  # inside the step that ended
+        stopped = measured.seconds - self._told_s  # inside the step that ended
+        self._told_s = measured.seconds
+        if step != self.last:
+            return stopped
         try:
             self._open.close()
         except NothingProfiled as error:

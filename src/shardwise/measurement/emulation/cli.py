@@ -28,10 +28,8 @@ reading the table:
   step      milliseconds of one training step, median and spread
   cpu       until the host has issued it
   free      the same step if communication cost nothing
-  exposed   the compute stream stood still while a collective was under way, measured
-  copies    the same over the free network, whose collectives still copy what arrives
-  counterfactual  the step less the same step over a free network: to be compared with `exposed`
-            less `copies`
+  exposed   what the compute stream waits for more than over a free network, by its own waits
+  counterfactual  the step less the same step over a free network: the same by the clock
   contended of that, with --occupancy: what the collectives' kernels cost the compute beside them
             On a GPU these four are taken with the host a step ahead: a slow host is not in them
   peak      the most memory of the rank, in 1e9 bytes
@@ -300,7 +298,6 @@ def _row(each: Figures) -> dict[str, str]:
         "cpu ms": f"{side.cpu_ms:.1f}",
         "free ms": f"{each.free_step_ms:.1f}",
         "exposed": f"{each.exposed_ms:.2f} +-{each.exposed_spread_ms:.2f}",
-        "copies": f"{each.free_exposed_ms:.2f}",
         "counterfactual": f"{each.counterfactual_ms:.2f} +-{each.counterfactual_spread_ms:.2f}",
         "contended": f"{each.contention_ms:.2f}",
         "peak GB": f"{side.peak_bytes / 1e9:.2f}",
@@ -315,7 +312,6 @@ def _ratios(ours: Figures, theirs: Figures) -> dict[str, str]:
         "cpu ms": f"{ours.side.cpu_ms / theirs.side.cpu_ms:.2f}",
         "free ms": f"{ours.free_step_ms / theirs.free_step_ms:.2f}",
         "exposed": _ratio(ours.exposed_ms, theirs.exposed_ms),
-        "copies": _ratio(ours.free_exposed_ms, theirs.free_exposed_ms),
         "counterfactual": _ratio(ours.counterfactual_ms, theirs.counterfactual_ms),
         "contended": _ratio(ours.contention_ms, theirs.contention_ms),
         "peak GB": f"{ours.side.peak_bytes / theirs.side.peak_bytes:.2f}",

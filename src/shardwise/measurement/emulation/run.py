@@ -3,12 +3,10 @@ and the rank's peak of memory.
 
 Exposed communication is taken twice, in two ways that know nothing of each other:
 
-- measured: the time the compute stream (on a CPU: the host) stood still in a wait while a
-  collective was under way;
+- measured: how long the compute stream (on a CPU: the host) stood still in its waits, less what it
+  does so over a free network, where it still waits for casts, for packing, and for copies of what
+  arrives;
 - counterfactual: the step's time less that of the same step over a free network, in one run.
-
-A free network's collectives still copy what arrives, and a step may wait for that too: what its
-waits show is taken with the same means, so that the two can be compared.
 
 Kernels that occupy the device (`--occupancy`) also take something from the compute they run beside,
 which no wait shows. Then the counterfactual is parted: `waiting` is what the step gains when nobody
@@ -21,6 +19,7 @@ than the device, the plain step says so, and there the network costs less than i
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -72,15 +71,15 @@ class Figures:
     engine: str
     side: Side
     free_step_ms: float  # the same step over a free network
-    exposed_ms: float  # measured
+    exposed_ms: float  # measured: all waits less those of a step that does not wait for a network
     exposed_spread_ms: float
-    free_exposed_ms: float  # the same over a free network: for copies of what arrives
     counterfactual_ms: float  # the step less the same over a free network
     counterfactual_spread_ms: float
     waiting_ms: float  # of that: less one that waits for nothing while the kernels go on
     contention_ms: float  # the rest: what the kernels cost the compute they run beside
     device_ms: float  # the step in which these were taken
-    waited_ms: float  # all waits of the compute stream, also for copies of its own
+    waited_ms: float  # all its waits of the compute stream
+    free_waited_ms: float  # those over a free network
     calls: dict[str, int]
     bytes_by_collective: dict[str, int]
     settings: dict[str, Any]
@@ -185,9 +184,9 @@ def _run_block(job: Job, engine: str, inputs: Inputs, emulation: Emulation, bloc
     head_start = AHEAD * statistics.median(s.cpu_ms for s in samples["network"]) / 1e3
     ahead: dict[str, list[float]] = {mode: [] for mode in steps}
     exposures: dict[str, list[Exposure]] = {mode: [] for mode in steps}
-    for _ in range(rounds):
-        for mode, each in steps.items():
-            took, exposure = _step_ahead(job.device, emulation, each, head_start)
+    for i in range(rounds):
+        for mode in modes if i % 2 else modes[::-1]:
+            took, exposure = _step_ahead(job.device, emulation, steps[mode], head_start)
             ahead[mode].append(took)
             exposures[mode].append(exposure)
     emulation.calls.clear()
@@ -271,7 +270,8 @@ def _combine(engine: str, blocks: list[_Block]) -> Figures:
 
     last = blocks[-1]
     waitless = "unwaited" if "unwaited" in last.ahead else "free"
-    exposed = [exposure.exposed_s * 1e3 for exposure in exposures("network")]
+    waited = {mode: [each.waited_s * 1e3 for each in exposures(mode)] for mode in last.ahead}
+    exposed = [a - b for a, b in zip(waited["network"], waited[waitless], strict=True)]
     counterfactual = difference("network", "free")
     # Only the first block makes the libraries' workspaces; the others find them there.
     peak = min(block.peak for block in blocks)
@@ -282,13 +282,13 @@ def _combine(engine: str, blocks: list[_Block]) -> Figures:
         free_step_ms=statistics.median(sample.step_ms for sample in samples("free")),
         exposed_ms=statistics.median(exposed),
         exposed_spread_ms=benchmark.spread(exposed),
-        free_exposed_ms=statistics.median(e.exposed_s * 1e3 for e in exposures("free")),
         counterfactual_ms=statistics.median(counterfactual),
         counterfactual_spread_ms=benchmark.spread(counterfactual),
         waiting_ms=statistics.median(difference("network", waitless)),
         contention_ms=statistics.median(difference(waitless, "free")),
         device_ms=statistics.median(ahead("network")),
-        waited_ms=statistics.median(e.waited_s * 1e3 for e in exposures("network")),
+        waited_ms=statistics.median(waited["network"]),
+        free_waited_ms=statistics.median(waited["free"]),
         calls=dict(last.calls),
         bytes_by_collective=dict(last.sent),
         settings=last.settings,
@@ -304,12 +304,15 @@ def sum_up(exposure: Exposure) -> list[dict[str, Any]]:
         row = found.setdefault(
             key,
             dict(zip(("collective", "ranks", "bytes"), key, strict=True))
-            | {"count": 0, "modelled_ms": 0.0, "taken_ms": 0.0, "exposed_ms": 0.0},
+            | {"count": 0, "modelled_ms": 0.0, "taken_ms": 0.0, "exposed_ms": 0.0}
+            | {"least_ms": math.inf, "most_ms": 0.0},
         )
         row["count"] += 1
         row["modelled_ms"] += message.modelled_s * 1e3
         row["taken_ms"] += message.seconds * 1e3
         row["exposed_ms"] += message.exposed_s * 1e3
+        row["least_ms"] = min(row["least_ms"], message.seconds * 1e3)
+        row["most_ms"] = max(row["most_ms"], message.seconds * 1e3)
     return list(found.values())
 
 
