@@ -252,6 +252,30 @@ def test_marks_say_nothing_when_nobody_listens() -> None:
     assert marking.issued("handle") == "handle"
 
 
+def test_marks_are_shown_to_another_tool_while_a_trace_runs() -> None:
+    shown: list[str] = []
+
+    class Tool:
+        def start(self, text: str) -> str:
+            shown.append(text)
+            return text
+
+        def end(self, token: str) -> None:
+            shown.remove(token)
+
+    marks = Marks("cuda", Tool())
+    with marks.range("gather", "a"):
+        assert shown == []
+        marks.traced = True
+    marks.enter("a", "forward")
+    with marks.range("gather", "b"):
+        assert shown == ["forward a", "gather b"]
+        marks.traced = False
+    assert shown == ["forward a"]
+    marks.leave()
+    assert shown == []
+
+
 def test_one_process_is_a_rank_of_its_own() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(3)])
     sw.shard(model, sw.Plan.of("zero3", mesh=1))

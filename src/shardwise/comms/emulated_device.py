@@ -112,11 +112,7 @@ class DeviceLinks:
         self._copies: dict[Hashable, _Copy] = {}
         self._shown = torch.zeros(1, dtype=torch.int32, device=device)
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._overhead, self._marked_overhead = (
-            tuple(measure_overhead(device, occupancy, traced) for traced in (False, True))
-            if overhead is None
-            else (overhead, overhead)
-        )
+        self._overhead = measure_overhead(device, occupancy) if overhead is None else overhead
 
     def close(self) -> None:
         """All that is under way ends first."""
@@ -147,12 +143,19 @@ class DeviceLinks:
             began.record(lane.stream)
         timed = transfer.seconds > 0
         if timed and mode == "network":
-            self._take(lane, moves, transfer, traced=marks.on is not None and marks.on.traced)
-        else:
-            self._deliver(lane.stream, moves)
-            if timed and mode == "unwaited" and self.occupancy:
-                # Who holds the buffers by then is unknown, so they may be read at most.
-                self._carry(lane, lane.fork(), moves, transfer, keeps=False)
+            # What a trace gets to see stands beside the transfer, and is not part of its time.
+            shows = not self.occupancy and marks.on is not None and marks.on.traced
+            if shows:
+                self._show(lane.stream)
+            self._take(lane, moves, transfer)
+            arrived.record(lane.stream)
+            if shows:
+                self._show(lane.stream)
+            return
+        self._deliver(lane.stream, moves)
+        if timed and mode == "unwaited" and self.occupancy:
+            # Who holds the buffers by then is unknown, so they may be read at most.
+            self._carry(lane, lane.fork(), moves, transfer, keeps=False)
         arrived.record(lane.stream)
 
     def delay(self, seconds: float) -> None:
@@ -161,18 +164,14 @@ class DeviceLinks:
         number = self._begin(lane, stream, Transfer(seconds, 0.0))
         self._values.wait(stream.cuda_stream, Page.over(lane.number), number)
 
-    def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer, traced: bool) -> None:
-        transfer = less(transfer, self._marked_overhead if traced else self._overhead)
+    def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
+        transfer = less(transfer, self._overhead)
         if self.occupancy:
             self._carry(lane, lane.stream, moves, transfer)
             return
         number = self._begin(lane, lane.stream, transfer)
-        if traced:
-            self._show(lane.stream)
         self._deliver(lane.stream, moves)
         self._values.wait(lane.stream.cuda_stream, Page.over(lane.number), number)
-        if traced:
-            self._show(lane.stream)
 
     def _begin(self, lane: _Lane, stream: torch.cuda.Stream, transfer: Transfer) -> int:
         number = self._clock.issue(lane.number, transfer)
@@ -282,7 +281,7 @@ class _Lane:
 
 
 @cache
-def measure_overhead(device: torch.device, occupancy: int, traced: bool) -> float:
+def measure_overhead(device: torch.device, occupancy: int) -> float:
     """Seconds that a collective takes on the device beyond its time, beside small matrix products
     and with the host ahead: as in a step.
     """
@@ -303,7 +302,7 @@ def measure_overhead(device: torch.device, occupancy: int, traced: bool) -> floa
             for began, ended in events:
                 lane.follow(caller)
                 began.record(lane.stream)
-                links._take(lane, [move], probe, traced)
+                links._take(lane, [move], probe)
                 ended.record(lane.stream)
                 caller.wait_event(ended)
         torch.cuda.synchronize(device)

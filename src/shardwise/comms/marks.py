@@ -19,7 +19,7 @@ from typing import Any, Protocol
 _NOTHING = nullcontext()
 
 
-@dataclass
+@dataclass(slots=True)
 class Range:
     """The host did `name` for `unit` from `start` to `end`."""
 
@@ -30,7 +30,7 @@ class Range:
     end: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One collective as this rank issued it, from `start` to `issued`; it ran from `begun` to
     `end`, where that is known.
@@ -49,7 +49,7 @@ class Call:
     end: int | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Wait(Range):
     """The host stood still for `call`."""
 
@@ -67,7 +67,7 @@ class BufferMark:
 
 
 class Annotator(Protocol):
-    """Shows marks to another tool while they are made (NVTX)."""
+    """Shows marks to another tool while they are made (NVTX), in steps that are traced."""
 
     def start(self, text: str) -> Any: ...
 
@@ -127,7 +127,9 @@ class Marks:
         if self._annotator is not None:
             if self._shown is not None:
                 self._annotator.end(self._shown)
-            self._shown = self._annotator.start(f"{phase} {unit}".strip())
+            self._shown = None
+            if self.traced:
+                self._shown = self._annotator.start(f"{phase} {unit}".strip())
 
     # Ranges
 
@@ -137,13 +139,13 @@ class Marks:
     def open_range(self, made: Range) -> Any:
         self._open.append(made)
         made.start = perf_counter_ns()
-        if self._annotator is not None:
+        if self.traced and self._annotator is not None:
             return self._annotator.start(f"{made.name} {made.unit}")
         return None
 
     def close_range(self, made: Range, token: Any) -> None:
         made.end = perf_counter_ns()
-        if self._annotator is not None:
+        if token is not None and self._annotator is not None:
             self._annotator.end(token)
         self._open.pop()
         self.ranges.append(made)

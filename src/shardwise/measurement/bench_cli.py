@@ -210,11 +210,14 @@ def bench_profile(arguments: argparse.Namespace) -> None:
     rows = measure(cases, arguments.rounds)
     if arguments.json is not None:
         write_json(arguments.json, environment, _command(arguments.json), rows)
-    print("case                     off ms      on ms   step   cpu   off: share of the step")
+    print(
+        "case                     off ms      on ms  ratio paired traced   off: share of the step"
+    )
     for row in rows:
         print(
             f"{row['case']:20} {row['off']['step_ms']:10.1f} {row['on']['step_ms']:10.1f} "
-            f"{row['step_ratio']:6.3f} {row['cpu_ratio']:5.3f}   {row['share_of_step_off']:.1e}"
+            f"{row['step_ratio']:6.3f} {row['paired_ratio']:6.3f} {row['traced_ratio']:6.3f}   "
+            f"{row['share_of_step_off']:.1e}"
         )
 
 

@@ -31,7 +31,7 @@ reading the table:
   exposed   what the compute stream waits for more than over a free network, by its own waits
   counterfactual  the step less the same step over a free network: the same by the clock
   contended of that, with --occupancy: what the collectives' kernels cost the compute beside them
-            On a GPU these four are taken with the host a step ahead: a slow host is not in them
+            On a GPU these are taken with the host a step ahead: a slow host is not in them
   peak      the most memory of the rank, in 1e9 bytes
 
 --network: modelled (by the cluster's description), free, or bytes/s that every rank sends at.

@@ -28,7 +28,7 @@ from shardwise.measurement.profile.collect import TRACED_ON_CUDA, Profile
 from shardwise.measurement.step import Case, Family
 
 CASES = {"gloo2": ("gloo2",), "h200": ("h200-4x2048-300GBs", "h200-1x2048-300GBs")}
-_ROUNDS = {"cpu": 12, "cuda": 16}
+_ROUNDS = {"cpu": 12, "cuda": 32}
 _STEPS = 3  # in a round, with and without
 
 
@@ -89,12 +89,15 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
         if not traced_first:
             traced = [_trace(wrapped.model, run) for _ in range(rounds)]
     sides = {mode: _side(taken) for mode, taken in samples.items()}
+    ratios = _paired(samples)
     nothing, steps = _time_off(), _STEPS + traced_first
     return {
         "case": case.name,
         "strategy": "zero3",
         **sides,
         "step_ratio": sides["on"]["step_ms"] / sides["off"]["step_ms"],
+        "paired_ratio": statistics.median(ratios),
+        "paired_spread": spread(ratios),
         "cpu_ratio": sides["on"]["cpu_ms"] / sides["off"]["cpu_ms"],
         "least_step_ratio": sides["on"]["least_step_ms"] / sides["off"]["least_step_ms"],
         "least_cpu_ratio": sides["on"]["least_cpu_ms"] / sides["off"]["least_cpu_ms"],
@@ -104,6 +107,16 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
         "share_of_step_off": nothing * (made // steps) / 1e6 / sides["off"]["step_ms"],
         "settings": step._describe(family, case, False),
     }
+
+
+def _paired(samples: dict[str, list[tuple[float, float]]]) -> list[float]:
+    """Steps with over steps without, of each round: what others do to a machine changes slowly."""
+
+    def rounds(mode: str) -> list[float]:
+        taken = [each[0] for each in samples[mode]]
+        return [statistics.median(taken[i : i + _STEPS]) for i in range(0, len(taken), _STEPS)]
+
+    return [on / off for on, off in zip(rounds("on"), rounds("off"), strict=True)]
 
 
 def _trace(model: nn.Module, run: Step) -> tuple[float, float]:
