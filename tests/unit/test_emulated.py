@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.cli import main
 from shardwise.comms import versions
 from shardwise.comms.emulated import Network, Transfer, emulate
-from shardwise.comms.emulated_device import Move, deal, less, places_of
+from shardwise.comms.emulated_device import Move, deal, places_of
 from shardwise.comms.emulated_exposure import Note, merge, summarize
 from shardwise.comms.emulated_links import HostLinks
 from shardwise.description.cluster import Cluster
@@ -261,9 +261,9 @@ def test_copies_are_dealt_whole_and_evenly(counts: list[int], workers: int) -> N
 
 
 def test_what_streams_add_comes_off_a_transfer_s_fixed_part_first() -> None:
-    assert less(Transfer(20e-6, 1e-3), 7e-6) == Transfer(pytest.approx(13e-6), 1e-3)
-    assert less(Transfer(5e-6, 1e-3), 7e-6) == Transfer(0.0, pytest.approx(998e-6))
-    assert less(Transfer(1e-6, 1e-6), 7e-6) == Transfer(0.0, 0.0)
+    assert Transfer(20e-6, 1e-3).less(7e-6) == Transfer(pytest.approx(13e-6), 1e-3)
+    assert Transfer(5e-6, 1e-3).less(7e-6) == Transfer(0.0, pytest.approx(998e-6))
+    assert Transfer(1e-6, 1e-6).less(7e-6) == Transfer(0.0, 0.0)
 
 
 def test_the_kernel_copies_every_piece_into_its_rows() -> None:

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.comms.emulated_clock import ISSUED, LANES, Clock, Page
+from shardwise.comms.emulated_clock import (
+    COPIED,
+    DONE,
+    ISSUED,
+    LANES,
+    SILENT,
+    Clock,
+    Page,
+    _Times,
+)
 from shardwise.comms.emulated_links import MOST_LINKS, Transfer
 
 WIRE = (("wire", 1.0),)
@@ -71,13 +80,56 @@ def test_lanes_on_one_link_share_its_time_and_others_do_not(clock: Clock) -> Non
 def test_a_lane_waits_for_room_instead_of_writing_over_what_is_under_way(clock: Clock) -> None:
     lane = clock.add_lane()
     numbers = [clock.issue(lane, Transfer(float(i), 0.0)) for i in range(ISSUED - 1)]
-    assert clock.page.read_transfer(lane, numbers[0]) == Transfer(0.0, 0.0)
+    assert clock.page.read_transfer(lane, numbers[0]) == (Transfer(0.0, 0.0), SILENT)
     # All slots but one are taken: the next goes on only after the first is over.
     clock.page.words[Page.begun(lane)] = numbers[0]
     last = clock.issue(lane, Transfer(7.0, 0.0))
     assert clock.page.words[Page.over(lane)] == numbers[0]
-    assert clock.page.read_transfer(lane, last) == Transfer(7.0, 0.0)
-    assert clock.page.read_transfer(lane, numbers[1]) == Transfer(1.0, 0.0)
+    assert clock.page.read_transfer(lane, last)[0] == Transfer(7.0, 0.0)
+    assert clock.page.read_transfer(lane, numbers[1])[0] == Transfer(1.0, 0.0)
+
+
+def take(clock: Clock, times: _Times, lane: int, answers: int, adds: float) -> float:
+    """One transfer of 100 us on a stream that adds so much to it; what it took. Not in the clock's
+    process: the test is its time too.
+    """
+    number = clock.issue(lane, Transfer(20e-6, 80e-6), answers)
+    words = clock.page.words
+    times.begin(1.0, lane, number)
+    over = times.ends[lane]
+    if answers == COPIED:
+        words[Page.copied(lane)] = number
+    times.end(over, lane)
+    words[Page.done(lane)] = number
+    times.learn(over + adds)
+    return over + adds - 1.0
+
+
+def test_the_clock_is_as_early_as_what_streams_add() -> None:
+    clock = Clock()
+    clock.close()  # its process would be a second clock
+    lane, times = clock.add_lane(), _Times(clock.page)
+    assert take(clock, times, lane, SILENT, 7e-6) == pytest.approx(107e-6)
+    assert clock.page.early == 0
+    for answers in (DONE, COPIED):
+        for adds in (7e-6, 3e-6):  # beside compute, and on an idle device
+            taken = [take(clock, times, lane, answers, adds) for _ in range(12)]
+            assert taken[-1] == pytest.approx(100e-6, abs=0.2e-6)
+    clock.page.unseen = 1e-6  # which the device sees, and this side does not
+    taken = [take(clock, times, lane, DONE, 3e-6) for _ in range(12)]
+    assert taken[-1] == pytest.approx(99e-6, abs=0.2e-6)
+
+
+def test_nothing_is_learned_where_data_came_late() -> None:
+    clock = Clock()
+    clock.close()
+    lane, times = clock.add_lane(), _Times(clock.page)
+    number = clock.issue(lane, Transfer(20e-6, 80e-6), COPIED)
+    times.begin(1.0, lane, number)
+    times.end(times.ends[lane], lane)
+    clock.page.words[Page.copied(lane)] = clock.page.words[Page.done(lane)] = number
+    times.learn(1.5)
+    assert clock.page.early == 0
 
 
 def test_too_many_lanes_or_links_are_told(clock: Clock) -> None:
@@ -87,8 +139,9 @@ def test_too_many_lanes_or_links_are_told(clock: Clock) -> None:
     uses = tuple((f"link {i}", 1.0) for i in range(MOST_LINKS + 1))
     with pytest.raises(ValueError, match=f"more than {MOST_LINKS} links"):
         clock.issue(lanes[0], Transfer(0.0, 1.0, uses))
-    words = {place(lane) for lane in lanes for place in (Page.begun, Page.over)}
-    assert len(words) == 2 * LANES and max(words) < len(clock.page.words)
+    kinds = (Page.begun, Page.over, Page.copied, Page.done)
+    words = {place(lane) for lane in lanes for place in kinds}
+    assert len(words) == 4 * LANES and max(words) < len(clock.page.words)
 
 
 def test_streams_do_not_wait_for_a_clock_that_is_gone(capfd: pytest.CaptureFixture[str]) -> None:

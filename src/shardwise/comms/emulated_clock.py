@@ -1,8 +1,12 @@
 """The clock of a network that is emulated on a GPU: a process of its own that ends each transfer
 when its time is over.
 
-    group's stream   writes "k has begun" | copies what arrives | waits for "k is over" | goes on
-    the clock            sees it, waits for the time of transfer k ......... writes it
+    group's stream   "k has begun" | copies what arrives | "copied" | waits for "k is over" | "done"
+    the clock            sees it, waits for the time of transfer k ........... writes it      learns
+
+What a stream adds (it takes some microseconds to see a word, more if the device computes) the clock
+learns from when it sees "done", and is that much early the next time. It learns nothing where the
+data came late.
 
 A stream's writes and waits take nothing of the GPU's multiprocessors, and a process that only
 watches the time is not held up by the one that trains. What a transfer takes, alone or in company,
@@ -28,10 +32,11 @@ from shardwise.comms.emulated_links import MOST_LINKS, Flow, HostLinks, Transfer
 
 LANES = 32
 ISSUED = 1024  # transfers of a lane that may be issued and not over
-WORDS_BYTES = 12288  # what the GPU sees: two words of a lane, far apart from all others
+WORDS_BYTES = 20480  # what the GPU sees: four words of a lane, far apart from all others
 _APART = 32  # words, more than a cache line
-_FIELDS = 2 + MOST_LINKS  # of a transfer: fixed, moving, its share of each link
-_BYTES = WORDS_BYTES + LANES * ISSUED * _FIELDS * 8
+_FIELDS = 3 + MOST_LINKS  # of a transfer: fixed, moving, who answers, its share of each link
+_HEAD = 2  # numbers before them: how early the clock is, and how late it is to be seen
+_BYTES = WORDS_BYTES + (_HEAD + LANES * ISSUED * _FIELDS) * 8
 _STATE, _LANES_IN_USE = 0, 1  # words of the head
 _READY, _STOP = 1, 2  # states; 0: it starts
 _FOR_EVER = 2**30  # transfers
@@ -39,6 +44,13 @@ _LOOKS = 2**14  # between two looks whether the parent is still there
 # After so long without a transfer, the process looks less often.
 _REST_S, _NAP_S = 0.2, 50e-6
 START_S = 30.0
+
+# What a lane's stream writes of a transfer: nothing but its beginning, also that it is done, also
+# that data was copied.
+SILENT, DONE, COPIED = 0, 1, 2
+_LEARN = 0.3  # of an error, for the next time
+_SURPRISE_S = 10e-6  # the most of it that is believed
+_MOST_EARLY_S = 50e-6
 
 
 class Page:
@@ -53,25 +65,55 @@ class Page:
     @staticmethod
     def begun(lane: int) -> int:
         """The word in which a lane's stream writes the number of the transfer that has begun."""
-        return (2 * lane + 2) * _APART
+        return (4 * lane + 2) * _APART
 
     @staticmethod
     def over(lane: int) -> int:
         """The word in which the clock writes the number of the last transfer that is over."""
-        return (2 * lane + 3) * _APART
+        return (4 * lane + 3) * _APART
+
+    @staticmethod
+    def copied(lane: int) -> int:
+        """The word in which the stream writes that the data has come."""
+        return (4 * lane + 4) * _APART
+
+    @staticmethod
+    def done(lane: int) -> int:
+        """The word in which the stream writes that it goes on."""
+        return (4 * lane + 5) * _APART
+
+    @property
+    def early(self) -> float:
+        """Seconds by which the clock ends a transfer before its time, as it has learned."""
+        return self._numbers[0]
+
+    @early.setter
+    def early(self, seconds: float) -> None:
+        self._numbers[0] = seconds
+
+    @property
+    def unseen(self) -> float:
+        """Seconds that a transfer takes by the device's clock beyond what this one sees of it."""
+        return self._numbers[1]
+
+    @unseen.setter
+    def unseen(self, seconds: float) -> None:
+        self._numbers[1] = seconds
 
     def write_transfer(self, lane: int, number: int, fields: list[float]) -> None:
         at = self._place(lane, number)
         for i, value in enumerate(fields):
             self._numbers[at + i] = value
 
-    def read_transfer(self, lane: int, number: int) -> Transfer:
+    def read_transfer(self, lane: int, number: int) -> tuple[Transfer, int]:
+        """The transfer, and what its stream writes of it."""
         at = self._place(lane, number)
-        fixed, moving, *shares = self._numbers[at : at + _FIELDS].tolist()
-        return Transfer(fixed, moving, tuple((str(i), s) for i, s in enumerate(shares) if s))
+        fixed, moving, answers, *shares = self._numbers[at : at + _FIELDS].tolist()
+        uses = tuple((str(i), s) for i, s in enumerate(shares) if s)
+        return Transfer(fixed, moving, uses), int(answers)
 
     def _place(self, lane: int, number: int) -> int:
-        return (lane * ISSUED + number % ISSUED) * _FIELDS
+        return _HEAD + (lane * ISSUED + number % ISSUED) * _FIELDS
 
 
 class Clock:
@@ -102,15 +144,17 @@ class Clock:
         self.page.words[_LANES_IN_USE] = lane + 1
         return lane
 
-    def issue(self, lane: int, transfer: Transfer) -> int:
-        """The number under which the lane's stream is to announce the transfer, and to wait for."""
+    def issue(self, lane: int, transfer: Transfer, answers: int = SILENT) -> int:
+        """The number under which the lane's stream is to announce the transfer, and to wait for.
+        `answers`: what else it writes.
+        """
         if self.failed:
             raise RuntimeError("the clock process of the emulated network has ended")
         self._issued[lane] += 1
         number = self._issued[lane]
         while number - self.page.words[Page.over(lane)] >= ISSUED:
             time.sleep(1e-4)
-        self.page.write_transfer(lane, number, self._fields(transfer))
+        self.page.write_transfer(lane, number, self._fields(transfer, answers))
         return number
 
     def close(self) -> None:
@@ -118,7 +162,7 @@ class Clock:
         self.page.words[_STATE] = _STOP
         self._process.wait()
 
-    def _fields(self, transfer: Transfer) -> list[float]:
+    def _fields(self, transfer: Transfer, answers: int) -> list[float]:
         shares = [0.0] * MOST_LINKS
         for name, share in transfer.uses:
             if name not in self._links:
@@ -129,7 +173,7 @@ class Clock:
                     "a GPU knows no more"
                 )
             shares[self._links.index(name)] = share
-        return [transfer.fixed, transfer.moving, *shares]
+        return [transfer.fixed, transfer.moving, float(answers), *shares]
 
     def _wait_until_ready(self, command: list[str]) -> None:
         until = time.perf_counter() + START_S
@@ -165,12 +209,16 @@ class _Times:
         self._links = HostLinks()
         self._flows: dict[int, Flow] = {}  # by lane, of those that share
         self._alone: tuple[int, float, Transfer] | None = None  # the only one that could
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, tuple[int, int, float]] = {}  # with answers, and how early
         self.ends: dict[int, float] = {}
+        self.awaited: dict[int, tuple[int, float]] = {}  # the numbers of those to be done, and when
 
     def begin(self, now: float, lane: int, number: int) -> None:
-        transfer = self._page.read_transfer(lane, number)
-        self._numbers[lane] = number
+        transfer, answers = self._page.read_transfer(lane, number)
+        early = self._page.early if answers else 0.0
+        if early:
+            transfer = transfer.less(early)
+        self._numbers[lane] = number, answers, early
         self.ends[lane] = now + transfer.seconds
         if not transfer.uses:
             return
@@ -184,12 +232,27 @@ class _Times:
         self._reckon(now)
 
     def end(self, now: float, lane: int) -> None:
-        self._page.words[Page.over(lane)] = self._numbers.pop(lane)
-        del self.ends[lane]
+        number, answers, early = self._numbers.pop(lane)
+        words = self._page.words
+        late = answers == COPIED and words[Page.copied(lane)] != number
+        words[Page.over(lane)] = number
+        end = self.ends.pop(lane)
+        if answers and not late:
+            self.awaited[lane] = number, end + early
         if self._alone is not None and self._alone[0] == lane:
             self._alone = None
         elif self._flows.pop(lane, None) is not None:
             self._reckon(now)
+
+    def learn(self, now: float) -> None:
+        """From those that are done: when they were, and when they should have been."""
+        page = self._page
+        for lane, (number, due) in list(self.awaited.items()):
+            if page.words[Page.done(lane)] == number:
+                del self.awaited[lane]
+                late = now + page.unseen - due
+                late = min(max(late, -_SURPRISE_S), _SURPRISE_S)
+                page.early = min(max(page.early + _LEARN * late, 0.0), _MOST_EARLY_S)
 
     def _reckon(self, now: float) -> None:
         for lane, flow in self._flows.items():
@@ -210,6 +273,8 @@ def serve(page: Page, parent: int) -> None:
                 seen[lane] = number
                 times.begin(time.perf_counter(), lane, number)
         now = time.perf_counter()
+        if times.awaited:
+            times.learn(now)
         if times.ends:
             last = now
             for lane in [lane for lane, end in times.ends.items() if end <= now]:

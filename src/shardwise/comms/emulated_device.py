@@ -2,7 +2,7 @@
 another. Nothing of a transfer but its copies takes a multiprocessor:
 
     group's stream   waits for the caller | begun | copies what arrives | waits till it is over
-    the clock                                the transfer's time, alone or in company
+    the clock                                 the transfer's time, alone or in company
 
 The clock is a process (`emulated_clock`); a block that waited for the time on the GPU would keep
 large matrix products off its multiprocessor, which slows them by 8 %. The streams have priority: a
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from shardwise.comms import marks
-from shardwise.comms.emulated_clock import WORDS_BYTES, Clock, Page
+from shardwise.comms.emulated_clock import COPIED, DONE, SILENT, WORDS_BYTES, Clock, Page
 from shardwise.comms.emulated_links import Transfer
 from shardwise.comms.stream_values import StreamValues
 from shardwise.comms.versions import current_stream
@@ -97,11 +97,11 @@ def deal(places: Places, block: int, workers: int) -> list[tuple[int, int, int, 
 class DeviceLinks:
     """The links of one rank on one device. `occupancy`: how many blocks of a GPU a collective takes
     to move its data itself, at the modelled rate; 0: small blocks copy as soon as they can.
-    `overhead`: seconds that streams and launches add to every collective; measured if not given.
+    `added`: what streams and launches add to every collective; measured if not given.
     """
 
     def __init__(
-        self, device: torch.device, occupancy: int = 0, overhead: float | None = None
+        self, device: torch.device, occupancy: int = 0, added: Added | None = None
     ) -> None:
         self.device = device
         self.occupancy = occupancy
@@ -112,7 +112,8 @@ class DeviceLinks:
         self._copies: dict[Hashable, _Copy] = {}
         self._shown = torch.zeros(1, dtype=torch.int32, device=device)
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._overhead = measure_overhead(device, occupancy) if overhead is None else overhead
+        self._added = measure_added(device, occupancy) if added is None else added
+        self._clock.page.early, self._clock.page.unseen = self._added.early, self._added.unseen
 
     def close(self) -> None:
         """All that is under way ends first."""
@@ -165,16 +166,21 @@ class DeviceLinks:
         self._values.wait(stream.cuda_stream, Page.over(lane.number), number)
 
     def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
-        transfer = less(transfer, self._overhead)
         if self.occupancy:
-            self._carry(lane, lane.stream, moves, transfer)
+            self._carry(lane, lane.stream, moves, transfer.less(self._added.early))
             return
-        number = self._begin(lane, lane.stream, transfer)
-        self._deliver(lane.stream, moves)
-        self._values.wait(lane.stream.cuda_stream, Page.over(lane.number), number)
+        copies, stream = moves[0].rows > 0, lane.stream.cuda_stream
+        number = self._begin(lane, lane.stream, transfer, COPIED if copies else DONE)
+        if copies:
+            self._deliver(lane.stream, moves)
+            self._values.write(stream, Page.copied(lane.number), number)
+        self._values.wait(stream, Page.over(lane.number), number)
+        self._values.write(stream, Page.done(lane.number), number)
 
-    def _begin(self, lane: _Lane, stream: torch.cuda.Stream, transfer: Transfer) -> int:
-        number = self._clock.issue(lane.number, transfer)
+    def _begin(
+        self, lane: _Lane, stream: torch.cuda.Stream, transfer: Transfer, answers: int = SILENT
+    ) -> int:
+        number = self._clock.issue(lane.number, transfer, answers)
         self._values.write(stream.cuda_stream, Page.begun(lane.number), number)
         return number
 
@@ -227,13 +233,6 @@ class DeviceLinks:
         self._values.wait(stream.cuda_stream, Page.over(lane.number), number)
 
 
-def less(transfer: Transfer, seconds: float) -> Transfer:
-    """The transfer without what streams and launches add to it."""
-    fixed = transfer.fixed - seconds
-    moving = max(0.0, transfer.moving + min(0.0, fixed))
-    return replace(transfer, fixed=max(0.0, fixed), moving=moving)
-
-
 class _Copy:
     """The kernel that copies moves of these places, as its first launch made it."""
 
@@ -280,19 +279,27 @@ class _Lane:
         return self._beside
 
 
-@cache
-def measure_overhead(device: torch.device, occupancy: int) -> float:
-    """Seconds that a collective takes on the device beyond its time, beside small matrix products
-    and with the host ahead: as in a step.
+@dataclass(frozen=True)
+class Added:
+    """Seconds that a collective takes on the device beyond its time: `early` is what a clock has to
+    be so that it does not, `unseen` what of it a clock that learns does not see.
     """
-    links = DeviceLinks(device, occupancy, overhead=0.0)
+
+    early: float = 0.0
+    unseen: float = 0.0
+
+
+@cache
+def measure_added(device: torch.device, occupancy: int) -> Added:
+    """Beside small matrix products and with the host ahead: as in a step."""
+    links = DeviceLinks(device, occupancy, Added())
     small, large = torch.zeros(2**10, device=device), torch.zeros(2**13, device=device)
     matrix = torch.zeros((2048, 2048), device=device, dtype=torch.bfloat16)
     move = Move(large, small, 8, small, large.numel(), (0, large.numel()))
     probe = Transfer(PROBE_S, 0.0)
     caller, lane = torch.cuda.Stream(device), links.lane("probe")
     taken: list[float] = []
-    for _ in range(3):  # the first builds the kernels, the last counts
+    for _ in range(4):  # the first builds the kernels, the last counts
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(16)]
         torch.cuda.synchronize(device)
         for _ in range(400):
@@ -307,8 +314,10 @@ def measure_overhead(device: torch.device, occupancy: int) -> float:
                 caller.wait_event(ended)
         torch.cuda.synchronize(device)
         taken = [began.elapsed_time(ended) / 1e3 for began, ended in events]
+    learned = links._clock.page.early
     links.close()
-    return max(0.0, statistics.median(taken) - PROBE_S)
+    over = statistics.median(taken) - PROBE_S
+    return Added(max(0.0, over)) if occupancy else Added(learned, over)
 
 
 @cache

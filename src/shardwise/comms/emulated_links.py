@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 MOST_LINKS = 4  # different links of one emulation
@@ -35,6 +35,12 @@ class Transfer:
     def seconds(self) -> float:
         """With the links to itself."""
         return self.fixed + self.moving
+
+    def less(self, seconds: float) -> Transfer:
+        """Without what something else adds to it; that comes off the fixed part first."""
+        fixed = self.fixed - seconds
+        moving = max(0.0, self.moving + min(0.0, fixed))
+        return replace(self, fixed=max(0.0, fixed), moving=moving)
 
 
 NO_TIME = Transfer(0.0, 0.0)

@@ -56,7 +56,7 @@ class Wait(Range):
     call: Call
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BufferMark:
     """A buffer of the engine got its memory, or gave it back."""
 
@@ -134,21 +134,7 @@ class Marks:
     # Ranges
 
     def range(self, name: str, unit: str) -> AbstractContextManager[None]:
-        return _Inside(self, Range(name, unit, self.phase, 0, 0))
-
-    def open_range(self, made: Range) -> Any:
-        self._open.append(made)
-        made.start = perf_counter_ns()
-        if self.traced and self._annotator is not None:
-            return self._annotator.start(f"{made.name} {made.unit}")
-        return None
-
-    def close_range(self, made: Range, token: Any) -> None:
-        made.end = perf_counter_ns()
-        if token is not None and self._annotator is not None:
-            self._annotator.end(token)
-        self._open.pop()
-        self.ranges.append(made)
+        return _Inside(self, name, unit)
 
     # Calls
 
@@ -171,22 +157,34 @@ class Marks:
     # Memory
 
     def buffer(self, buffer: Any, address: int, nbytes: int) -> None:
-        self.buffers.append(BufferMark(perf_counter_ns(), buffer, address, nbytes))
+        if self.traced or self.waits_block:  # a device's memory is followed with its trace
+            self.buffers.append(BufferMark(perf_counter_ns(), buffer, address, nbytes))
 
 
 class _Inside:
-    """A range that is open. Not a generator: those cost several times as much."""
+    """A range that is open. Not a generator, and few calls: marks must not lengthen a step."""
 
-    __slots__ = ("_made", "_marks", "_token")
+    __slots__ = ("_made", "_marks", "_name", "_token", "_unit")
 
-    def __init__(self, marks: Marks, made: Range) -> None:
-        self._marks, self._made = marks, made
+    def __init__(self, marks: Marks, name: str, unit: str) -> None:
+        self._marks, self._name, self._unit = marks, name, unit
 
     def __enter__(self) -> None:
-        self._token = self._marks.open_range(self._made)
+        marks = self._marks
+        made = self._made = Range(self._name, self._unit, marks.contexts[-1][2], 0, 0)
+        marks._open.append(made)
+        made.start = perf_counter_ns()
+        self._token = None
+        if marks.traced and marks._annotator is not None:
+            self._token = marks._annotator.start(f"{self._name} {self._unit}")
 
     def __exit__(self, *_: object) -> None:
-        self._marks.close_range(self._made, self._token)
+        marks, made = self._marks, self._made
+        made.end = perf_counter_ns()
+        if self._token is not None and marks._annotator is not None:
+            marks._annotator.end(self._token)
+        marks._open.pop()
+        marks.ranges.append(made)
 
 
 class Watched:

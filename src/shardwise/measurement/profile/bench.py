@@ -28,7 +28,7 @@ from shardwise.measurement.profile.collect import TRACED_ON_CUDA, Profile
 from shardwise.measurement.step import Case, Family
 
 CASES = {"gloo2": ("gloo2",), "h200": ("h200-4x2048-300GBs", "h200-1x2048-300GBs")}
-_ROUNDS = {"cpu": 12, "cuda": 32}
+_ROUNDS = {"cpu": 12, "cuda": 48}
 _STEPS = 3  # in a round, with and without
 
 
@@ -76,7 +76,7 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
                 # More than are run: neither stopping nor a CPU's traced step is part of these.
                 profile = Profile(wrapped.model, 100)
                 profile.__enter__()
-                for _ in range(traced_first):
+                for _ in range(traced_first + bool(traced_first)):  # and one that follows a trace
                     timer(run)
                 samples[mode] += [timer(run) for _ in range(_STEPS)]
                 found = profile.marks
@@ -90,7 +90,7 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
             traced = [_trace(wrapped.model, run) for _ in range(rounds)]
     sides = {mode: _side(taken) for mode, taken in samples.items()}
     ratios = _paired(samples)
-    nothing, steps = _time_off(), _STEPS + traced_first
+    nothing, steps = _time_off(), _STEPS + traced_first + bool(traced_first)
     return {
         "case": case.name,
         "strategy": "zero3",
