@@ -27,9 +27,12 @@ def load(name: str) -> Any:
 
 def note(name: str) -> str:
     """Where and with what a result was measured."""
-    facts = load(name)["environment"]
+    found = load(name)
+    facts = found["environment"]
     hardware = facts.get("gpu") or f"{facts['cpu']}, {facts['cores']} cores"
-    return f"`{name}`: {hardware}, torch {facts['torch']}, commit {facts['commit']}"
+    others = {row["commit"] for row in found["rows"] if "commit" in row} - {facts["commit"]}
+    commits = " and ".join([facts["commit"], *sorted(others)])
+    return f"`{name}`: {hardware}, torch {facts['torch']}, commit {commits}"
 
 
 def make_step_table(results: tuple[str, ...]) -> str:

@@ -92,6 +92,16 @@ def test_rows_of_another_device_or_of_a_trial_are_not_mixed_in(tmp_path):
         RowFile(path, CPU, resume=True)
 
 
+def test_rows_of_another_commit_keep_its_name(tmp_path):
+    path = tmp_path / "rows.json"
+    RowFile(path, {"environment": {"commit": "old"}}).add({"key": "a"})
+    for commit in ("new", "newer"):
+        RowFile(path, {"environment": {"commit": commit}}, resume=True).add({"key": commit})
+    assert read(path) == [
+        {"commit": "old", "key": "a"}, {"commit": "new", "key": "new"}, {"key": "newer"},
+    ]  # fmt: skip
+
+
 def test_a_spent_budget_says_so(capsys):
     assert RowFile(None, CPU, budget=0.0).time_is_up()
     assert "--resume" in capsys.readouterr().err

@@ -28,10 +28,16 @@ class RowFile:
         self.rows: list[Row] = read_rows(path) if resume else []
         self.began = time.monotonic()
         if self.rows and path is not None:
-            self._check_same(path)
+            before = json.loads(path.read_text())
+            self._check_same(path, before)
+            self._sign(before["environment"].get("commit"))
 
-    def _check_same(self, path: Path) -> None:
-        before = json.loads(path.read_text())
+    def _sign(self, commit: str | None) -> None:
+        """Rows of another commit than this run's say so themselves."""
+        if commit != self.facts["environment"].get("commit"):
+            self.rows = [{"commit": commit, **row} for row in self.rows]
+
+    def _check_same(self, path: Path, before: dict[str, Any]) -> None:
         for name, get in (
             ("device", lambda facts: facts["environment"].get("gpu") or "CPU"),
             ("quick", lambda facts: facts.get("quick", False)),
