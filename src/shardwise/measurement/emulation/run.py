@@ -209,6 +209,8 @@ def profile(job: Job, engine: str, directory: Path, cluster: str, steps: int = 3
     """Write the profile of a few steps of one engine. The process group is open."""
     from shardwise.measurement.profile.collect import profile as start_profile
 
+    if job.device.type == "cuda":
+        memory.free_device()  # what an engine before it left would be memory of this one
     inputs = job.subject.draw_inputs(job.device)
     title = f"{engine}, {job.plan.title}, network emulated: {job.network_name}"
     with emulate(job.network, job.occupancy):
