@@ -38,8 +38,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     two = read_run(make_run(folder / "other", title="theirs", rate=5e9, slow={}, prefetch=1))
     logged = Run("logged", metrics=one.metrics, facts=one.facts)
     step = Run("step", timeline=one.timeline)
-    long = [replace(r.timeline, labels={"title": f"hsdp over zero3 on {n} cpu ranks"})
-            for r, n in ((one, 1024), (two, 2048))]  # fmt: skip
+    long = [replace(r.timeline, labels={"title": f"hsdp over zero3 on {n} cpu ranks", "note": note})
+            for r, n, note in ((one, 1024, "the traced one"), (two, 2048, ""))]  # fmt: skip
     return SimpleNamespace(
         run=report_run(one).write(folder / "run.html"),
         comparison=report_comparison(two, one).write(folder / "both.html"),
@@ -378,6 +378,17 @@ def test_a_comparison_draws_both_steps(browser: Browser, pages: SimpleNamespace)
     assert sides == 2
     assert browser.run("return Object.keys(charts).filter(k => k.startsWith('memory')).length") >= 2
     assert browser.run("return charts.loss.series.length") == 4  # steps, two runs, the entropy
+
+
+def test_what_a_reader_should_know_of_a_step_stands_below_it(
+    browser: Browser, pages: SimpleNamespace
+) -> None:
+    browser.open(pages.long)
+    notes = browser.run(
+        "return [...document.querySelectorAll('#waterfall .side')]"
+        ".map(e => e.querySelector('.note')?.innerText ?? '')"
+    )
+    assert notes == ["This step: the traced one.", ""]
 
 
 def test_what_is_missing_says_how_to_get_it(browser: Browser, pages: SimpleNamespace) -> None:

@@ -22,7 +22,8 @@ function drawWaterfall() {
       el("div", { class: "falls" }, rows, el("div", { class: "rule" }),
         el("span", { class: "total" }, "step"),
         el("div", { class: "track" }, el("i", { style: `left: 0; width: ${100 * rank.step / longest}%; background: var(--soft); opacity: .55` })),
-        el("span", { class: "total" }, num(`${pointer}/step`, "time")), el("span", { class: "share" })));
+        el("span", { class: "total" }, num(`${pointer}/step`, "time")), el("span", { class: "share" })),
+      side.labels.note ? el("p", { class: "note" }, `This step: ${side.labels.note}.`) : null);
   })));
   return found;
 }
