@@ -130,6 +130,8 @@ def test_a_launcher_that_ends_leaves_no_rank_behind(tmp_path, target, blow):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # Tests that a shell runs in the background ignore interrupts, and so would it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         wait_until(lambda: len(pids(tmp_path)) == 2, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -502,3 +503,18 @@ def test_training_with_profile_leaves_a_measured_and_a_predicted_timeline(tmp_pa
 def test_a_run_too_short_to_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--steps", "3", "--profile", "3"]) == 2
     assert "run.profile" in capsys.readouterr().err
+
+
+def test_what_profiling_costs_is_measured_in_turn(tmp_path: Path) -> None:
+    """As a command of its own: it starts two ranks."""
+    file = tmp_path / "profile.json"
+    command = [sys.executable, "-m", "shardwise.cli", "bench", "profile", "--cases", "gloo2"]
+    ran = subprocess.run(
+        [*command, "--rounds", "1", "--json", str(file)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["paired_ratio"] == pytest.approx(row["on"]["step_ms"] / row["off"]["step_ms"])
+    assert row["traced_step_ms"] > 0 and row["around_ms"] > 0
+    assert row["marks_per_step"] > 50 and 0 < row["share_of_step_off"] < 0.01
+    assert "gloo2" in ran.stdout

@@ -99,13 +99,20 @@ class Taken(Steps):
         return self._took
 
 
-def choose_of(steps: Taken, marks: Marks | None = None) -> Choice:
+class Two(Peers):
+    """Beside this rank one that has a reason of its own."""
+
+    def exchange(self, value: object) -> list[object]:
+        return [value, "the other's reason" if isinstance(value, str) else value]
+
+
+def choose_of(steps: Taken, marks: Marks | None = None, peers: Peers | None = None) -> Choice:
     kernels = [kernel(at, at + 5, 40) for at in (-60, 300, 400, 700, 900)]
     kernels[-1] = kernel(900, 905, 95)
     seen = Collected(
         "cuda", marks or make_marks(), True, True, steps, range(2), None, Owners(), Owners(), 0
     )
-    return choose(seen, Trace(kernels=kernels), 4, Peers())
+    return choose(seen, Trace(kernels=kernels), 4, peers or Peers())
 
 
 def test_the_timed_step_is_shown_with_the_trace_brought_to_it() -> None:
@@ -134,3 +141,9 @@ def test_where_the_timed_step_went_another_way_the_traced_one_is_shown() -> None
     marks.contexts[-1] = marks.contexts[-1][0], "b", "backward"
     choice = choose_of(Taken(1.3, 1.0, 0.7, 0.62), marks)
     assert choice.shown == 1 and "where the traced step has" in choice.note
+
+
+def test_all_ranks_show_the_traced_step_if_one_of_them_has_to() -> None:
+    choice = choose_of(Taken(1.3, 1.0, 0.7, 0.62), peers=Two())
+    assert choice.shown == 1 and "the other's reason" in choice.note
+    assert choice.trace is not None and choice.trace.kernels[1].launched == 300 * US

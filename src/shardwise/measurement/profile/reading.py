@@ -85,16 +85,16 @@ def choose(seen: Collected, trace: Trace | None, count: int, peers: Peers) -> Ch
     labels["traced_ms"] = f"{slowest[source] / 1e6:.3f}"
     if seen.device == "cuda" and slowest[source] <= (1 + LITTLE) * slowest[shown]:
         return Choice(source, source, trace, None, "", False, labels)
-    carry: Carry | None = Carry(seen.marks, seen.steps.bounds[source], seen.steps.bounds[shown])
-    assert carry is not None
+    carry = Carry(seen.marks, seen.steps.bounds[source], seen.steps.bounds[shown])
     why = f"the timed one went another way: {carry.difference}" if carry.difference else ""
+    brought = trace
     if seen.device == "cuda" and not why:
-        trace, why = _retimed(seen, trace, carry, took[shown])
+        brought, why = _retimed(seen, trace, carry, took[shown])
     whys = [each for each in peers.exchange(why) if each]
-    if whys:
+    if whys:  # on any rank
         return Choice(source, source, trace, None, f"{TRACED} {whys[0]}", True, labels)
     note = RETIMED if seen.device == "cuda" else ""
-    return Choice(shown, source, trace, carry, note, False, labels)
+    return Choice(shown, source, brought, carry, note, False, labels)
 
 
 def _retimed(seen: Collected, trace: Trace, carry: Carry, took: int) -> tuple[Trace, str]:
