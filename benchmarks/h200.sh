@@ -22,7 +22,7 @@ lock_clocks() { # so that steps of a compute-bound batch differ by what is compa
 
 emulate() { # batch: both engines, at 300 and 100 GB/s, with the profiled step of each
     shardwise emulate --mesh 8 --model bench --plan zero3 --engine both --batch "$1" \
-        --steps 64 --network 300e9,100e9 --out "$out/emulate-$1" --json "$out/emulate-$1-h200.json" "${commit[@]}"
+        --steps 24 --network 300e9,100e9 --out "$out/emulate-$1" --json "$out/emulate-$1-h200.json" "${commit[@]}"
 }
 
 go_on() { # a file of results that `--resume` continues

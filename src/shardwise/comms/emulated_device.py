@@ -148,9 +148,8 @@ class DeviceLinks:
             shows = not self.occupancy and marks.on is not None and marks.on.traced
             if shows:
                 self._show(lane.stream)
-            number = self._take(lane, moves, transfer)
+            self._take(lane, moves, transfer)
             arrived.record(lane.stream)
-            self._tell(lane, number)
             if shows:
                 self._show(lane.stream)
             return
@@ -166,25 +165,17 @@ class DeviceLinks:
         number = self._begin(lane, stream, Transfer(seconds, 0.0))
         self._values.wait(stream.cuda_stream, Page.over(lane.number), number)
 
-    def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> int | None:
-        """Queue a transfer up to its end. The number that the clock is to be told of, if it is."""
+    def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
         if self.occupancy:
             self._carry(lane, lane.stream, moves, transfer.less(self._added.early))
-            return None
+            return
         copies, stream = moves[0].rows > 0, lane.stream.cuda_stream
         number = self._begin(lane, lane.stream, transfer, COPIED if copies else DONE)
         if copies:
             self._deliver(lane.stream, moves)
             self._values.write(stream, Page.copied(lane.number), number)
         self._values.wait(stream, Page.over(lane.number), number)
-        return number
-
-    def _tell(self, lane: _Lane, number: int | None) -> None:
-        """The stream goes on. Behind the event that marks the end, as "begun" is behind the one
-        that marks the beginning: so words are as far apart as events, whatever the device is at.
-        """
-        if number is not None:
-            self._values.write(lane.stream.cuda_stream, Page.done(lane.number), number)
+        self._values.write(stream, Page.done(lane.number), number)
 
     def _begin(
         self, lane: _Lane, stream: torch.cuda.Stream, transfer: Transfer, answers: int = SILENT
@@ -318,9 +309,8 @@ def measure_added(device: torch.device, occupancy: int) -> Added:
             for began, ended in events:
                 lane.follow(caller)
                 began.record(lane.stream)
-                number = links._take(lane, [move], probe)
+                links._take(lane, [move], probe)
                 ended.record(lane.stream)
-                links._tell(lane, number)
                 caller.wait_event(ended)
         torch.cuda.synchronize(device)
         taken = [began.elapsed_time(ended) / 1e3 for began, ended in events]
