@@ -115,7 +115,22 @@ def check(kind: str, layers: int, found: dict[str, Any], directory: Path) -> Non
     assert (directory / "memory-rank0.pickle").stat().st_size > 0
 
 
+def check_host_bound(found: dict[str, Any]) -> None:
+    """A short batch, where the host limits the step and tracing slows the host: what is shown is as
+    long as steps were without.
+    """
+    from shardwise.measurement.profile.reading import RETIMED
+
+    assert found["labels"].get("note", RETIMED) == RETIMED, found["labels"]
+    assert found["step_ms"] < 1.1 * float(found["labels"]["step_ms"]), found["labels"]
+
+
 if pytest is not None:
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_a_step_that_its_host_limits(tmp_path: Path) -> None:
+        check_host_bound(run_profile("plan", str(tmp_path), 16, 1, 300, steps=8))
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -137,7 +152,14 @@ def main() -> int:
             failures += 1
             line = traceback.extract_tb(error.__traceback__)[-1].line
             print(f"{kind} FAILED {error!r}: {line}", flush=True)
-    print(f"{len(ENGINES) - failures} passed, {failures} failed")
+    short = run_profile("plan", str(root / "short"), 16, 1, 300, steps=8)
+    print("short", short["labels"], short["step_ms"], flush=True)
+    try:
+        check_host_bound(short)
+    except AssertionError as error:
+        failures += 1
+        print(f"short FAILED {error!r}", flush=True)
+    print(f"{len(ENGINES) + 1 - failures} passed, {failures} failed")
     return failures
 
 
