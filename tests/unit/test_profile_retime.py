@@ -124,6 +124,11 @@ def test_the_timed_step_is_shown_with_the_trace_brought_to_it() -> None:
     assert (closed - opened) / US == 545 + 95
 
 
+def test_a_traced_step_that_happened_to_be_short_is_brought_to_a_timed_one_too() -> None:
+    choice = choose_of(Taken(1.3, 0.5, 0.7, 0.62))
+    assert (choice.shown, choice.note) == (3, RETIMED)
+
+
 def test_a_trace_that_cost_nothing_is_shown_as_it_is() -> None:
     choice = choose_of(Taken(1.3, 1.0, 0.7, 0.99))
     assert (choice.shown, choice.source, choice.carry, choice.note) == (1, 1, None, "")

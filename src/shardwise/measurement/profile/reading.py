@@ -25,11 +25,10 @@ NO_TRACE = (
     "the profile ended before its last step, the traced one: what the host did between operations "
     "counts as compute, and memory is the engine's own buffers"
 )
-TRACED = "the traced step is shown, which tracing made longer, because"
 RETIMED = (
     "launches are placed as in a step without a trace, and the device's times follow from them"
 )
-# A traced step on CUDA that is longer than the timed ones by less than this is shown as it is.
+# A traced step on CUDA that is as long as the timed ones up to this is shown as it is.
 LITTLE = 0.02
 # So far a retimed step may be off what the timed step took.
 ALLOWED = 0.05
@@ -83,7 +82,7 @@ def choose(seen: Collected, trace: Trace | None, count: int, peers: Peers) -> Ch
         shown = source if seen.device == "cuda" else shown
         return Choice(shown, shown, trace, None, "", False, labels)
     labels["traced_ms"] = f"{slowest[source] / 1e6:.3f}"
-    if seen.device == "cuda" and slowest[source] <= (1 + LITTLE) * slowest[shown]:
+    if seen.device == "cuda" and abs(slowest[source] / slowest[shown] - 1) <= LITTLE:
         return Choice(source, source, trace, None, "", False, labels)
     carry = Carry(seen.marks, seen.steps.bounds[source], seen.steps.bounds[shown])
     why = f"the timed one went another way: {carry.difference}" if carry.difference else ""
@@ -92,7 +91,11 @@ def choose(seen: Collected, trace: Trace | None, count: int, peers: Peers) -> Ch
         brought, why = _retimed(seen, trace, carry, took[shown])
     whys = [each for each in peers.exchange(why) if each]
     if whys:  # on any rank
-        return Choice(source, source, trace, None, f"{TRACED} {whys[0]}", True, labels)
+        took_ms = [f"{slowest[i] / 1e6:.1f}" for i in (source, shown)]
+        note = "the traced step is shown ({} ms where the timed one took {}), because ".format(
+            *took_ms
+        )
+        return Choice(source, source, trace, None, note + whys[0], True, labels)
     note = RETIMED if seen.device == "cuda" else ""
     return Choice(shown, source, brought, carry, note, False, labels)
 
