@@ -265,9 +265,17 @@ class Profile:
                 )
             traced = any(i < count for i in self._traced)
             seen = Collected(
-                self._device, self.marks, bool(self.engines or self._fsdp), bool(self.engines),
-                self.taken, self._traced, self._history, self._before, self._owners, self._ahead,
-            )  # fmt: skip
+                device=self._device,
+                marks=self.marks,
+                marked=bool(self.engines or self._fsdp),
+                waits_marked=bool(self.engines),
+                steps=self.taken,
+                traced=self._traced,
+                history=self._history,
+                before=self._before,
+                owners=self._owners,
+                ahead=self._ahead,
+            )
             choice = choose(seen, self._tracer.read() if traced else None, count, self._peers)
             steps = self._peers.collect(read_step(seen, choice, self._peers.rank))
             merged = None
