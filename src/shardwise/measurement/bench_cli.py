@@ -127,6 +127,9 @@ def add_parser(subparsers: Any) -> None:
         help="what profiling costs: steps with it on and off",
         description="Times steps of zero3 with the profiler on and off, in turn, on two real CPU "
         "ranks and, where there is one, on a CUDA device as a rank of an emulated group.",
+        epilog="`on` is a step that a profile times. `ratio` is that of the medians, `paired` the "
+        "median of the rounds' ratios; `traced` is what a traced step takes of one without. The "
+        "last column is what the marks cost when no profile listens.",
     )
     profile.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     profile.add_argument(

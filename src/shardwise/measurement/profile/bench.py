@@ -66,7 +66,8 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
         samples: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
         traced: list[tuple[float, float]] = []
         timer = _timer(family)
-        traced_first = TRACED_ON_CUDA if family.device == "cuda" else 0
+        # On CUDA a profile begins with traced steps, and the next one is not a usual one yet.
+        untimed = TRACED_ON_CUDA + 1 if family.device == "cuda" else 0
         made = 0
         for i in range(rounds):
             for mode in ("off", "on") if i % 2 else ("on", "off"):
@@ -76,21 +77,21 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
                 # More than are run: neither stopping nor a CPU's traced step is part of these.
                 profile = Profile(wrapped.model, 100)
                 profile.__enter__()
-                for _ in range(traced_first + bool(traced_first)):  # and one that follows a trace
+                for _ in range(untimed):
                     timer(run)
                 samples[mode] += [timer(run) for _ in range(_STEPS)]
                 found = profile.marks
                 made = len(found.ranges) + len(found.calls) + len(found.contexts)
                 profile.cancel()
                 profile.close()
-                if traced_first:
-                    took = profile.taken.durations()[traced_first - 1]
+                if untimed:
+                    took = profile.taken.durations()[TRACED_ON_CUDA - 1]
                     traced.append((took / 1e6, profile.seconds * 1e3))
-        if not traced_first:
+        if not untimed:
             traced = [_trace(wrapped.model, run) for _ in range(rounds)]
     sides = {mode: _side(taken) for mode, taken in samples.items()}
     ratios = _paired(samples)
-    nothing, steps = _time_off(), _STEPS + traced_first + bool(traced_first)
+    nothing, steps = _time_off(), _STEPS + untimed
     return {
         "case": case.name,
         "strategy": "zero3",

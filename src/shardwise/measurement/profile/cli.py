@@ -23,8 +23,9 @@ examples:
 
 The program needs no change: it trains with shardwise, or with torch's fully_shard or
 DistributedDataParallel, and steps with a torch optimizer. Its steps are profiled after the first
-ones, which warm up; timeline.json, memory.json, messages.json and trace.json (for ui.perfetto.dev)
-are written to DIR, and on CUDA a memory snapshot for pytorch.org/memory_viz.
+ones, which warm up. On CUDA the first two of them are traced and the others timed: ask for five or
+more where the step's time matters. timeline.json, memory.json, messages.json and trace.json (for
+ui.perfetto.dev) are written to DIR, and on CUDA a memory snapshot for pytorch.org/memory_viz.
 """
 
 
