@@ -42,6 +42,8 @@ class Stack(nn.Module):
 
 
 PARAMETERS = 4 * 3 * WIDTH * INNER
+# Behind each rank's part of a reduce: a number for each parameter, in multiples of 8.
+COUNTS = {1: 16, 4: 4 * 8}  # by units: ddp's one bucket of 12 parameters, four blocks of 3
 
 
 def _step(name: str, mesh: Any, settings: dict[str, Any], micro_batches: int) -> tuple[Record, Any]:
@@ -91,11 +93,12 @@ def _sent(name: str, settings: dict[str, Any], micro_batches: int) -> tuple[floa
 def test_bytes_per_step_relative_to_ddp(world: int, request: pytest.FixtureRequest) -> None:
     """Seed 003: 1 for NO_SHARD, 1 for SHARD_GRAD_OP, 1.5 for FULL_SHARD."""
     ranks: Ranks = request.getfixturevalue("two" if world == 2 else "four")
-    ddp = ranks.run(_sent, "ddp", {}, 1)[0][0]
-    assert ddp == 2 * PARAMETERS * 4 * (world - 1) / world
-    for name, ratio in (("zero1", 1.0), ("zero2", 1.0), ("zero3", 1.5)):
+    share = 4 * (world - 1) / world
+    ddp = ranks.run(_sent, "ddp", {}, 1)[0][0] - 2 * COUNTS[1] * share
+    assert ddp == 2 * PARAMETERS * share
+    for name, units, ratio in (("zero1", 4, 1.0), ("zero2", 4, 1.0), ("zero3", 4, 1.5)):
         for sent, _ in ranks.run(_sent, name, {}, 1):
-            assert sent / ddp == ratio, name
+            assert (sent - world * COUNTS[units] * share) / ddp == ratio, name
 
 
 @pytest.mark.parametrize("micro_batches", (1, 3))
@@ -128,7 +131,8 @@ def _sixteen_bits() -> tuple[dict[str, float], Any]:
 def test_gathers_are_sixteen_bit_and_reduces_are_not(two: Ranks) -> None:
     for sent, foretold in two.run(_sixteen_bits):
         assert sent["all_gather"] == 2 * PARAMETERS * 2 / 2 == foretold.all_gather
-        assert sent["reduce_scatter"] == PARAMETERS * 4 / 2 == foretold.reduce_scatter
+        scattered = (PARAMETERS + 2 * COUNTS[4]) * 4 / 2
+        assert sent["reduce_scatter"] == scattered == foretold.reduce_scatter
 
 
 def _forbidden_average() -> list[str]:

@@ -156,7 +156,7 @@ def _partly_frozen() -> tuple[int, int]:
     sw.shard(model, sw.Plan.of("zero3", mesh=2))
     loss_sum(model(token_batch(0, 0)), token_batch(0, 0)).backward()
     units = {unit.name: unit for unit in engine_of(model).units}
-    sizes = [units[n].gradients.flat.untyped_storage().nbytes() for n in ("layers.0", "layers.1")]
+    sizes = [units[n].gradients.flat.nbytes for n in ("layers.0", "layers.1")]
     return sizes[0], sizes[1]
 
 
@@ -176,7 +176,8 @@ def _memory_comes_and_goes() -> dict[str, list[int]]:
 
     def look() -> None:
         seen["full"].append(sum(u.parameters.full.untyped_storage().nbytes() for u in units))
-        seen["gradients"].append(sum(u.gradients.flat.untyped_storage().nbytes() for u in units))
+        held = [u.gradients.flat for u in units if u.gradients.flat is not None]
+        seen["gradients"].append(sum(flat.nbytes for flat in held))
 
     tokens = token_batch(0, 0)
     look()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comms import marks, recording, versions
+from shardwise.comms.control import Control
 
 
 class Handle(Protocol):
@@ -58,8 +59,7 @@ class Group:
     group: dist.ProcessGroup | None
     size: int
     rank: int
-    # Moves small host values; None where no peer exists to answer (a fake group).
-    control: dist.ProcessGroup | None
+    control: Control | None  # moves small host values
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, custom: Any = None) -> Handle:
         """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part
@@ -108,9 +108,7 @@ class Group:
         """Every rank's small Python value, on every rank. Blocks; for agreement, not for data."""
         if self.size == 1 or self.control is None:
             return [value] * self.size
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return self.control.exchange(value)
 
     @cached_property
     def members(self) -> tuple[int, ...]:

@@ -102,21 +102,35 @@ def supported_devices(group: Any) -> set[str]:
     return {device.type for device in backends}
 
 
-def make_dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
-) -> DTensor:
-    """A DTensor that stands on `local` itself. (DTensor.from_local would copy a host tensor to the
-    mesh's device.)
+def default_store() -> Any:
+    """The store through which the ranks of this world met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+class DTensorMaker:
+    """Makes DTensors that stand on given local tensors themselves, all of one kind. (What
+    DTensor.from_local makes of a host tensor is a copy on the mesh's device.)
     """
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(shape, stride, local.dtype)
-    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    # A DTensor takes over where in its storage `local` starts; from anywhere but the start torch
-    # takes it for one with memory of its own, and copy.deepcopy fails.
-    start = local.as_strided(local.size(), local.stride(), 0)
-    tensor = DTensor(start, spec, requires_grad=False)
-    set_local(tensor, local)
-    return tensor
+
+    def __init__(
+        self,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: torch.Size,
+    ) -> None:
+        """`local` is one of the local tensors; only what describes it is read."""
+        stride = torch.empty(shape, device="meta").stride()
+        meta = TensorMeta(shape, stride, local.dtype)
+        self._spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        # A DTensor takes over where in its storage a local tensor starts; from anywhere but the
+        # start torch takes it for one with memory of its own, and copy.deepcopy fails.
+        self._start = local.as_strided(local.size(), local.stride(), 0)
+
+    def __call__(self, local: torch.Tensor) -> DTensor:
+        made = DTensor(self._start, self._spec, requires_grad=False)
+        made._local_tensor = local
+        return made
 
 
 def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:

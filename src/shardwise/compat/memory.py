@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comms import versions
+from shardwise.comms.control import PerWorld
 from shardwise.comms.real import Group
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.unit import Unit
@@ -80,7 +81,7 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
     unit.options.custom_gather = comm
 
 
-_scatter_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_scatter_groups: PerWorld[dist.ProcessGroup] = PerWorld()
 
 
 def separate_scatter_groups(meshes: list[Mesh], enable: bool) -> None:
@@ -91,7 +92,8 @@ def separate_scatter_groups(meshes: list[Mesh], enable: bool) -> None:
             mesh.scatter = shard
             continue
         ranks = tuple(dist.get_process_group_ranks(shard.group))
-        if ranks not in _scatter_groups:
-            _scatter_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        group = _scatter_groups[ranks]
+        made = _scatter_groups.here
+        if ranks not in made:
+            made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = made[ranks]
         mesh.scatter = Group("shard", group, shard.size, shard.rank, shard.control)

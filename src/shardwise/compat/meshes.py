@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.comms import versions
+from shardwise.comms.control import PerWorld, control_of
 from shardwise.comms.real import Group
 from shardwise.compat.policies import DataParallelMeshDims
 from shardwise.sharding.forms import Form, Nested
@@ -48,15 +48,13 @@ def default_mesh() -> DeviceMesh:
             dist.init_process_group()
         else:
             start_alone()
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _defaults:
-        _defaults[world] = init_device_mesh(default_device().type, (dist.get_world_size(),))
-    return _defaults[world]
+    made = _defaults.here
+    if None not in made:
+        made[None] = init_device_mesh(default_device().type, (dist.get_world_size(),))
+    return made[None]
 
 
-# One for all calls without a mesh, gone with its world.
-_defaults: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+_defaults: PerWorld[DeviceMesh] = PerWorld()  # one for all calls without a mesh
 
 
 def find_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Axes:
@@ -89,16 +87,17 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
 
 
 # One Axes per torch FSDPMeshInfo that a shard_placement_fn returned, found again by identity.
-_of_infos: dict[int, tuple[Any, Axes]] = {}
+_of_infos: PerWorld[tuple[Any, Axes]] = PerWorld()
 
 
 def axes_of_info(info: Any, default: Axes) -> Axes:
     """The axes of a parameter that has a mesh of its own (torch's FSDPMeshInfo)."""
     if info.mesh is default.mesh:
         return default
-    known = _of_infos.get(id(info))
+    known = _of_infos.here.get(id(info))
     if known is None or known[0] is not info:
-        _of_infos[id(info)] = known = (info, Axes(info.mesh, info.shard_mesh_dim is not None))
+        known = (info, Axes(info.mesh, info.shard_mesh_dim is not None))
+        _of_infos.here[id(info)] = known
     return known[1]
 
 
@@ -147,15 +146,16 @@ def keep_size(reshard_after_forward: Any, axes: Axes) -> bool | int:
 
 # By identity of torch's mesh (which each entry keeps alive), kind of axes and size of the kept
 # groups: calls on one mesh share their groups, and what a setter does to them.
-_meshes: dict[tuple[int, bool, int], Mesh] = {}
+_meshes: PerWorld[Mesh] = PerWorld()
 
 
 def make_mesh(axes: Axes, keep: bool | int) -> Mesh:
     """The engine's groups on `axes`."""
     small = 0 if isinstance(keep, bool) else keep
     key = (id(axes.mesh), axes.shards, small)
-    if key in _meshes:
-        return _meshes[key]
+    made = _meshes.here
+    if key in made:
+        return made[key]
     device = device_of(axes.mesh)
     _check_backend(axes.mesh, device)
     last = axes.mesh.ndim - 1
@@ -166,7 +166,7 @@ def make_mesh(axes: Axes, keep: bool | int) -> Mesh:
         axes.mesh,
         *(_keep_group(axes.mesh, small) if small else ()),
     )
-    _meshes[key] = mesh
+    made[key] = mesh
     return mesh
 
 
@@ -179,8 +179,7 @@ def _group(axis: str, mesh: DeviceMesh, dim: int | None) -> Group:
     if dim is None:
         return Group(axis, None, 1, 0, None)
     group = mesh.get_group(dim)
-    control = None if dist.get_backend(group) == "fake" else group
-    return Group(axis, group, mesh.size(dim), mesh.get_local_rank(dim), control)
+    return Group(axis, group, mesh.size(dim), mesh.get_local_rank(dim), control_of(group))
 
 
 def _check_backend(mesh: DeviceMesh, device: torch.device) -> None:

@@ -29,8 +29,9 @@ class UnitBytes:
 
     master: int  # this rank's rows, original dtype
     full: int  # the gathered unit, compute dtype
-    gradient: int  # this rank's rows of the trainable parameters, original dtype
-    slot: int  # all gradients of the unit, reduce dtype: the reduce's input
+    gradient: int  # this rank's rows of the trainable parameters, original dtype, and the counts
+    slot: int  # all gradients of the unit, reduce dtype, and the counts: the reduce's input
+    state: int  # AdamW's, of this rank's rows
     aliased: bool  # the full unit is the master itself: nothing to gather, nothing more to hold
     packs: bool  # a gather needs staging of the unit's size
 
@@ -63,17 +64,19 @@ class SentBytes:
 
 
 def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
-    """S x m, n x S x c, T x m, n x T x d of docs/formulas.md."""
+    """S x m, n x S x c, (T + C) x m, n x (T + C) x d of docs/formulas.md."""
     own, compute, reduce = plan.dtypes(unit.parameters[0].dtype)
     everything = lay_out([p.shape for p in unit.parameters], plan.shard)
     trained = lay_out([p.shape for p in unit.parameters if p.trainable], plan.shard)
     full = everything.full_numel * compute.itemsize
+    reduced = trained.shard_numel + (trained.counts if plan.world > 1 else 0)
     gather = choose_gather(plan.gather, len(unit.parameters), full)
     return UnitBytes(
         master=everything.shard_numel * own.itemsize,
         full=full,
-        gradient=trained.shard_numel * own.itemsize,
-        slot=trained.full_numel * reduce.itemsize,
+        gradient=reduced * own.itemsize,
+        slot=reduced * plan.shard * reduce.itemsize,
+        state=STATE_TENSORS * trained.shard_numel * own.itemsize,
         aliased=plan.shard == 1 and own == compute,
         packs=plan.shard > 1 and gather == "packed",
     )
@@ -87,7 +90,7 @@ def count_kept(plan: Plan) -> KeptBytes:
     return KeptBytes(
         master=sum(u.master for u in units),
         gradients=sum(u.gradient for u in units),
-        state=STATE_TENSORS * sum(u.gradient for u in units),
+        state=sum(u.state for u in units),
         accumulators=sum(u.slot for u in units) if plan.sync == "last" else 0,
         full=peak_full(plan, units),
         slots=sum(slots[:ring]),

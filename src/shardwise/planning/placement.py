@@ -122,6 +122,13 @@ class Layout:
         """Elements of the gathered unit, padding included."""
         return self.shard_numel * self.ranks
 
+    @property
+    def counts(self) -> int:
+        """Elements behind each rank's part of a reduce, one for every parameter: how many ranks
+        produced a gradient of it. Rounded up, so that every rank's part starts aligned.
+        """
+        return -(-len(self.rows) // ALIGNMENT) * ALIGNMENT
+
     @cached_property
     def counted_numel(self) -> int:
         """Elements of a shard before the replicated (0-d) ones, which lie last: a norm counts those

@@ -24,8 +24,7 @@ class Agreement:
 
     def __init__(self, policy: Policy, mesh: Mesh) -> None:
         self.policy, self.mesh = policy, mesh
-        # Every step's unused parameters are compared unless the first step used them all.
-        self.first, self.tracks_unused = True, True
+        self.first = True  # no step has shown the order of backward yet
         self.first_pass = True  # units are compared as they run
         self._compared_values = False
 
@@ -86,6 +85,18 @@ class Agreement:
             raise RuntimeError(message)
         warnings.warn(message, stacklevel=2)
 
+    def find_stale(self, units: Sequence[Unit]) -> None:
+        """Before a step: which units that stay gathered have to be gathered anew. Writes to a
+        parameter may pass every version counter by (`p.data.mul_`), and a rank without rows of it
+        sees none, so each looks at its own rows and all of a shard group do as one of them must.
+        """
+        groups = {id(unit.mesh.shard): unit.mesh.shard for unit in units}
+        for key, group in groups.items():
+            here = [unit for unit in units if id(unit.mesh.shard) == key]
+            said = group.exchange([unit.changed or not unit.is_current for unit in here])
+            for unit, flags in zip(here, zip(*said, strict=True), strict=True):
+                unit.stale = any(flags)
+
     def check_unit(self, name: str, at: int) -> None:
         """Before each gather of the first pass: error on every rank of a shard group that is about
         to gather another unit than the others, which would wait for ever or read wrong rows.
@@ -114,25 +125,27 @@ class Agreement:
             "Let every rank run the same modules in the same order"
         )
 
+    @property
+    def settles(self) -> bool:
+        """Whether ranks have something to compare at this step's end."""
+        return self.first or self.policy.needs_equal_use
+
     def settle(
         self, ran: bool, unused: frozenset[str], ready: Sequence[str]
-    ) -> tuple[frozenset[str], tuple[str, ...] | None]:
-        """At a step's end: the parameters that no rank used, and after the first step the order of
-        units to reduce in (None: keep the present one).
+    ) -> tuple[str, ...] | None:
+        """At a step's end: error if the Plan wants every parameter used on all ranks or none; after
+        the first step the order of units to reduce in (None: keep the present one).
         """
-        mine = (ran, unused, tuple(ready) if self.first else ())
+        compares = self.policy.needs_equal_use
+        mine = (ran, unused if compares else None, tuple(ready) if self.first else ())
         inside = self.mesh.shard.exchange(mine)
         said = [value for values in self.mesh.replicate.exchange(inside) for value in values]
-        by_rank = [names for did_run, names, _ in said if did_run]
         orders = {order if did_run else None for did_run, _, order in said}
         order = orders.pop() if self.first and len(orders) == 1 else None
-        # A model that once left something unused may do so again. A rank alone asks nobody.
-        known = self.mesh.ranks == 1 or self.policy.needs_equal_use
-        self.tracks_unused = known or not self.first or any(by_rank)
         self.first = False
-        if self.policy.needs_equal_use:
-            self._check_use(by_rank)
-        return (frozenset.intersection(*by_rank) if by_rank else frozenset()), order
+        if compares:
+            self._check_use([names for did_run, names, _ in said if did_run])
+        return order
 
     @staticmethod
     def _check_use(unused: list[frozenset[str]]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comms.versions import local_of
 from shardwise.runtime import guard
 from shardwise.runtime.api import engine_of
 from shardwise.sharding.gradients import Gradients
@@ -27,7 +28,8 @@ def clip_grad_norm(
     """
     engine = engine_of(model)
     engine.check_interrupted()
-    live = [g for g in (unit.gradients for unit in engine.units) if g is not None and _is_live(g)]
+    units = [unit.gradients for unit in engine.units if unit.gradients is not None]
+    live = [gradients for gradients in units if not gradients.cleared]
     mesh = engine.mesh.device_mesh
     several = any(unit.mesh.device_mesh != mesh for unit in engine.units)
     if several or any(g.nested for g in live):
@@ -45,17 +47,36 @@ def clip_grad_norm(
             "skip this step, or lower the learning rate or the loss scale"
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for flats in ([g.flat for g in live], outside):
-        if flats:
-            torch._foreach_mul_(flats, scale.to(flats[0].device))
+    for tensors in ([tensor for g in live for tensor in _tensors(g)], outside):
+        if tensors:
+            torch._foreach_mul_(tensors, scale.to(tensors[0].device))
     return total
+
+
+def _tensors(gradients: Gradients, counted: bool = False) -> list[torch.Tensor]:
+    """All gradients of a unit on this rank: its one buffer, or one by one where some are missing or
+    were replaced. `counted`: those that this rank counts for all; what every rank holds whole (0-d
+    parameters) the first one does.
+    """
+    first = gradients.mesh.shard.rank == 0 or not counted
+    layout = gradients.layout
+    if gradients.complete:
+        assert gradients.flat is not None
+        return [gradients.flat if first else gradients.flat[: layout.counted_numel]]
+    return [
+        local_of(parameter.grad)
+        for i, (parameter, rows) in enumerate(zip(gradients.visible, layout.rows, strict=True))
+        if parameter.grad is not None and i not in gradients.echoes
+        if first or not rows.replicated
+    ]
 
 
 def _norm_of_all(live: list[Gradients], mesh: Mesh) -> torch.Tensor:
     """All gradients are cut over one mesh: one norm per buffer, one small all-reduce."""
     squares = torch.zeros((), device=mesh.device)
-    if live:
-        norms = torch._foreach_norm([g.counted for g in live])
+    tensors = [tensor for g in live for tensor in _tensors(g, counted=True)]
+    if tensors:
+        norms = torch._foreach_norm(tensors)
         squares += torch.stack([norm.float() for norm in norms]).square().sum().to(mesh.device)
     mesh.shard.all_reduce(squares).wait()
     return squares.sqrt()
@@ -66,30 +87,7 @@ def _norm_of_each(live: list[Gradients], device: torch.device) -> torch.Tensor:
     norms = [
         cast(DTensor, torch.linalg.vector_norm(parameter.grad)).full_tensor().float().to(device)
         for g in live
-        for parameter in g.visible
-        if parameter.grad is not None
+        for i, parameter in enumerate(g.visible)
+        if parameter.grad is not None and i not in g.echoes
     ]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
-
-
-def _is_live(gradients: Gradients) -> bool:
-    """Whether the unit's buffer is what hangs on its parameters; rows of absent gradients are
-    zeroed.
-    """
-    absent = 0
-    for member, parameter, summed in zip(
-        gradients.members, gradients.visible, gradients.summed, strict=True
-    ):
-        if parameter.grad is None:
-            absent += 1
-        elif parameter.grad is not summed:
-            raise RuntimeError(
-                f"the gradient of {member.name!r} was replaced by another tensor; "
-                "sw.clip_grad_norm scales the engine's "
-                "own buffers: change gradients in place, or use torch.nn.utils.clip_grad_norm_"
-            )
-    if absent == len(gradients.visible):
-        return False
-    if absent:
-        gradients.adopt()
-    return True

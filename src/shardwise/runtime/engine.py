@@ -11,6 +11,7 @@ backward.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 
@@ -50,14 +51,12 @@ class Engine:
         # This backward's units, in the order in which their gradients were complete.
         self.ready: list[Unit] = []
         self.reduced = 0  # how many of reduce_order are issued in this backward
+        self.awaits_backward = False  # a forward has run to train, and no backward since
         self.backward_runs = False
         self.last_backward = True  # False: a later one of this step waits for the sums
         self.micro: tuple[int, int] | None = None  # (index, total) inside sw.microbatches
-        self.interrupted: str | None = None
-        # Trainable parameters without a gradient so far in this step; empty where nobody asks.
-        self.unseen: set[str] = set()
-        # Units that a forward of this step ran to train, or that got a gradient.
-        self.ran: set[Unit] = set()
+        self.failed = False  # a forward of this step ended in an exception
+        self.interrupted: str | None = None  # the last step was left early, and nobody was told
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
         guard.mark(self)
@@ -81,10 +80,26 @@ class Engine:
             unit.wait()
             unit.lane = lanes.gather
 
+    def interrupt(self, message: str) -> None:
+        """A micro-batch loop was left early: drop what its step has summed. Whoever then wants to
+        use it gets `message`, unless an exception of the model's own told already.
+        """
+        if not (self.failed or self.backward_runs):
+            self.interrupted = message
+        self.reset()
+        self._drop_gradients()
+
     def check_interrupted(self) -> None:
-        """Error if the last micro-batch loop was left early."""
-        if self.interrupted is not None:
-            raise RuntimeError(self.interrupted)
+        """Error, once, if the last micro-batch loop was left early."""
+        message, self.interrupted = self.interrupted, None
+        if message is not None:
+            raise RuntimeError(message)
+
+    def forget_interrupted(self) -> None:
+        """A new step begins: what is left of one left early is a warning."""
+        message, self.interrupted = self.interrupted, None
+        if message is not None:
+            warnings.warn(message, stacklevel=3)
 
     @property
     def last_micro(self) -> bool:
@@ -98,11 +113,12 @@ class Engine:
         self.forward_root = node
         if marks.on is not None:
             marks.on.begin_forward()
-        self.check_interrupted()
+        self.forget_interrupted()
+        self.failed = False
         if self.backward_runs:
             self._abandon_backward()
         if self.micro is None or self.micro[0] == 0:
-            self.structure.check()
+            self.structure.check(self.policy.may_grow)
             self._begin_step(node.units[:1])
         self.forward_order.begin()
 
@@ -112,30 +128,39 @@ class Engine:
         """
         known = not self.agreement.first_pass
         early = [unit for unit in first if known and unit.prepared and not unit.follow()]
+        self._renew(early)
         for unit in early:
-            self._renew(unit)
             unit.gather()
         others = [unit for unit in self.units if unit not in early]
         if any([unit.follow() or not unit.prepared for unit in others]):
             self._prepare()
         self.agreement.check_values(self.units)
         self.follow_requires_grad()
-        for unit in others:
-            self._renew(unit)
+        self._renew(others)
 
-    def _renew(self, unit: Unit) -> None:
-        """What is gathered of the last step is stale; the memory of cleared gradients goes."""
-        if unit.state is not State.FREE:
-            unit.stale = self.policy.refreshes or unit.changed
-        unit.forget_kept()
-        if unit.gradients is not None and not unit.opened and unit.gradients.cleared:
-            self.relayouts += unit.gradients.release()
+    def _renew(self, units: Sequence[Unit]) -> None:
+        """What is gathered of the last step may be stale; cleared gradients are let go."""
+        kept: list[Unit] = []
+        for unit in units:
+            if unit.state is not State.FREE and not unit.parameters.aliased:
+                if self.policy.refreshes:
+                    unit.stale = True
+                elif self.awaits_backward or unit.adds_up:
+                    unit.stale = unit.changed  # its step is under way
+                else:
+                    kept.append(unit)
+            unit.forget_kept()
+            if unit.gradients is not None and not unit.opened and unit.gradients.cleared:
+                unit.gradients.drop()
+        if kept:
+            self.agreement.find_stale(kept)
 
     def end_forward(self, awaits_backward: bool) -> None:
         """The outermost module has run. Units whose modules did not all run are closed; without a
         backward, all is freed.
         """
         self.forward_root = None
+        self.awaits_backward = awaits_backward
         refreshes = self.policy.refreshes
         for unit in self.units:
             unit.remaining = len(unit.modules)
@@ -151,8 +176,6 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         """Gather the unit and those the order expects next; show it."""
-        if torch.is_grad_enabled():
-            self.ran.add(unit)
         # Recomputation under activation checkpointing: backward's own order leads.
         if versions.inside_backward():
             self._bring(unit, self.backward_order, unit.options.gather_ahead_backward)
@@ -190,7 +213,6 @@ class Engine:
         """The first sign of a backward pass."""
         if self.backward_runs:
             return
-        self.check_interrupted()
         self.backward_runs = True
         self.ready = []
         self.backward_order.begin(self.forward_order.current[::-1])
@@ -226,10 +248,6 @@ class Engine:
             unit.free()
         if unit.gradients is None or unit.issued:
             return
-        if self.unseen:
-            self._note_seen(unit)
-        if unit.has_gradients:
-            self.ran.add(unit)
         unit.expect_gradients()
         unit.issued = True
         self.ready.append(unit)
@@ -253,10 +271,6 @@ class Engine:
             self._close_backward()
             return
         late = [unit for unit in self.ready if unit.has_gradients]
-        for unit in self.reduce_order:
-            if not unit.issued or unit in late:
-                self._note_seen(unit)
-        self.ran.update(unit for unit in self.reduce_order if unit.has_gradients)
         for unit in self.reduce_order[self.reduced :]:
             self._reduce(unit)
         # Gradients that came after their unit's reduce: a parameter of two re-entrant checkpoints.
@@ -283,29 +297,36 @@ class Engine:
                 unit.free()
 
     def end_step(self, ran: bool) -> None:
-        """The sums are complete: agree on parameters that nobody used, and attach the rest."""
-        if self.agreement.tracks_unused:
+        """The sums are complete: hang them on the parameters."""
+        if self.agreement.settles:
             names = [unit.name for unit in self.ready]
-            absent, order = self.agreement.settle(ran, frozenset(self.unseen), names)
+            order = self.agreement.settle(ran, self._missing(), names)
             if order is not None:
                 self._reduce_in(order)
-        else:
-            absent = self._left_out()
-        for unit in self.reduce_order:
-            if unit.complete:
-                assert unit.gradients is not None
-                unit.gradients.attach(frozenset() if unit.options.zeroes_unused else absent)
-                unit.opened = unit.complete = False
-        if self.last_micro:
-            self._reset_unseen()
+        try:
+            for unit in self.reduce_order:
+                if unit.complete and unit.parameters.echoes:
+                    assert unit.gradients is not None
+                    unit.gradients.attach_echoes()
+            for unit in self.reduce_order:
+                if unit.complete:
+                    assert unit.gradients is not None
+                    unit.gradients.attach(unit.options.zeroes_unused)
+                    unit.opened = unit.complete = False
+        except BaseException:  # of a hook on a parameter
+            self._drop_gradients()
+            raise
 
-    def _left_out(self) -> frozenset[str]:
-        """Parameters of units that no forward of this step ran. Ranks of a shard group run the same
-        units; replicas need not, so theirs count as zeros.
-        """
-        out = [unit for unit in self.reduce_order if unit not in self.ran]
-        alike = [u for u in out if u.mesh.shard.size > 1 and u.mesh.replicate.size == 1]
-        return frozenset(member.name for unit in alike for member in unit.parameters.members)
+    def _drop_gradients(self) -> None:
+        """Take our sums off the parameters: they are not those of a whole step."""
+        for unit in self.reduce_order:
+            assert unit.gradients is not None
+            unit.gradients.clear()
+
+    def _missing(self) -> frozenset[str]:
+        """Parameters of which this rank produced no gradient in this step."""
+        trained = [unit.gradients for unit in self.reduce_order if unit.gradients is not None]
+        return frozenset(name for gradients in trained for name in gradients.missing)
 
     def run_nothing(self) -> None:
         """A step without micro-batches on this rank's shard group: join the replicas with zeros."""
@@ -314,22 +335,12 @@ class Engine:
         self.reducer.finish()
         self.end_step(ran=False)
 
-    def _note_seen(self, unit: Unit) -> None:
-        if unit.gradients is not None:
-            for member, shown in zip(unit.gradients.members, unit.gradients.shown, strict=True):
-                if shown.grad is not None:
-                    self.unseen.discard(member.name)
-
-    def _reset_unseen(self) -> None:
-        """Which parameters go unused is followed only while the ranks compare it."""
-        self.ran.clear()
-        asked = self.units if self.agreement.tracks_unused else []
-        trained = [unit.gradients for unit in asked if unit.gradients is not None]
-        self.unseen = {member.name for gradients in trained for member in gradients.members}
-
     def reset(self) -> None:
-        """Forget the pass that an exception ended, with all that it had summed."""
+        """Forget the pass that an exception ended, with all that its step had summed."""
+        self.failed = self.forward_root is not None
         self.forward_root = None
+        for unit in self.units:
+            unit.remaining = len(unit.modules)
         self._abandon_backward()
 
     def _abandon_backward(self) -> None:
@@ -343,7 +354,7 @@ class Engine:
         self._close_backward()
 
     def _reset_backward(self) -> None:
-        self.backward_runs = False
+        self.backward_runs = self.awaits_backward = False
         self.reduced = 0
         for unit in self.units:
             unit.issued = False
@@ -365,8 +376,7 @@ class Engine:
         self.relayouts += 1
         # Before any step has shown it: backward comes from the model's end, the root unit last.
         self.reduce_order = [unit for unit in reversed(self.units) if unit.gradients is not None]
-        self.agreement.first = self.agreement.tracks_unused = True
-        self._reset_unseen()
+        self.agreement.first = True
         for unit in self.reduce_order:
             self._count_gradients(unit)
         self._reset_backward()

@@ -4,13 +4,16 @@ parameters without memory, a model that was changed after sharding.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -75,23 +78,45 @@ class Structure:
         children = self._children
         return list(map(len, children)), list(chain.from_iterable(map(dict.values, children)))
 
-    def check(self) -> None:
-        """Error if a module with parameters, or a parameter, was added, removed or replaced since.
-        (A parameter put in another's place is found when its unit is shown.)
+    def check(self, may_grow: bool = True) -> None:
+        """Error if a module with parameters, or a parameter, was removed or replaced since, or
+        unless it `may_grow` added. (A parameter put in another's place is found when its unit is
+        shown.) What was added and nobody shards trains as torch trains it: each rank its own.
         """
         if self._look() == self._known and sum(map(len, self._parameters)) == self._count:
             return
         model = self.model()
         assert model is not None
-        if _owners(module._parameters for module in model.modules()) == self._owners:
-            # Something around known modules (torch.compile, a checkpoint wrapper), or one without
-            # parameters.
-            self._record(model)
-            return
-        raise RuntimeError(
-            f"{self._where()} was added, removed or replaced after sharding; it would be neither "
-            "sharded nor trained. Change the model before it is sharded"
-        )
+        owners = _owners(module._parameters for module in model.modules())
+        # Else it is something around known modules (torch.compile, a checkpoint wrapper), or one
+        # without parameters.
+        if owners != self._owners:
+            grown = all(set(keys) <= set(owners.get(i, ())) for i, keys in self._owners.items())
+            if not (may_grow and grown):
+                raise RuntimeError(
+                    f"{self._where()} was added, removed or replaced after sharding; it would be "
+                    "neither sharded nor trained. Change the model before it is sharded (adapters, "
+                    "too, are added before)"
+                )
+            self._warn_of_added(model)
+        self._record(model)
+
+    def _warn_of_added(self, model: nn.Module) -> None:
+        """Name trainable parameters that no engine and no DTensor keeps alike on all ranks."""
+        added = [
+            name
+            for name, parameter in model.named_parameters()
+            if name not in self._names and parameter.requires_grad
+            if not isinstance(parameter, DTensor) and engine_of(parameter) is None
+        ]
+        if added and dist.get_world_size() > 1:
+            warnings.warn(
+                f"{added[0]!r}{f' and {len(added) - 1} more' if added[1:] else ''} came into the "
+                "model after it was sharded: each rank trains its own, as under torch's "
+                "fully_shard. Call fully_shard on the modules that have them, or all-reduce their "
+                "gradients yourself",
+                stacklevel=2,
+            )
 
     def _where(self) -> str:
         """The first thing that is not as it was."""
@@ -105,6 +130,6 @@ class Structure:
         return f"the parameter {min(names ^ self._names, default='?')!r}"
 
 
-def _owners(dicts: Iterable[dict[str, Any]]) -> set[tuple[int, tuple[str, ...]]]:
+def _owners(dicts: Iterable[dict[str, Any]]) -> dict[int, tuple[str, ...]]:
     """Who has parameters of its own, and under which keys."""
-    return {(id(own), tuple(own)) for own in dicts if any(p is not None for p in own.values())}
+    return {id(own): tuple(own) for own in dicts if any(p is not None for p in own.values())}

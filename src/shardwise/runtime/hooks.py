@@ -182,9 +182,14 @@ class Node:
             )
 
     def _explain(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward may have ended in an error that we can say more about."""
+        """Forward may have ended in an error that we can say more about; the pass ends with it."""
         error = sys.exc_info()[1]
         if error is not None:
+            engine = self.engine
+            ended = engine is not None and engine.forward_root is self
+            if ended and not versions.inside_backward():
+                assert engine is not None
+                engine.reset()
             explain(
                 error,
                 "Read parameters inside the forward of the module that was sharded with them, or "

@@ -19,9 +19,11 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
 
     First the ranks compare how many they run: ranks of one shard group must agree, replicas may
     differ (also zero) unless sync is 'each'. A rank without micro-batches joins the others with
-    zeros. Leaving the loop early is an error at the next use of the model.
+    zeros. Leaving the loop early drops the step's gradients, and clipping or stepping with them is
+    an error; after an exception in a forward or backward they are dropped without one.
     """
     engine = engine_of(model)
+    engine.forget_interrupted()
     items = list(batches)
     total = len(items)
     engine.agreement.check_counts(total, engine.forward_order.names)
@@ -44,9 +46,8 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     finally:
         engine.micro = None
         if ran < total:
-            engine.interrupted = (
-                f"{ran} of {total} micro-batches ran; gradients are not reduced. The loop over "
-                "sw.microbatches was left "
-                "early (break, return or an exception); run every micro-batch, or start again "
-                "from a checkpoint"
+            engine.interrupt(
+                f"{ran} of {total} micro-batches ran; gradients are not reduced, and were dropped. "
+                "The loop over sw.microbatches was left early (break, return or an exception); run "
+                "every micro-batch, or begin the step again"
             )

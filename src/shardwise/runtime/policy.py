@@ -28,6 +28,7 @@ class Policy:
     needs_equal_use: bool = False
     # Ranks that start from different values: an error, or a warning.
     needs_equal_values: bool = False
+    may_grow: bool = True  # modules may be added after sharding, and are not the engine's
 
     @classmethod
     def of(cls, plan: Plan) -> Policy:
@@ -45,6 +46,7 @@ class Policy:
             refreshes=True,
             needs_equal_use=plan.unused == "error",
             needs_equal_values=True,
+            may_grow=False,
         )
 
     def depth(self, lane: Lane) -> int:

@@ -28,17 +28,17 @@ Steps = Iterator[tuple[Lane, Handle]]
 
 
 class Reduction:
-    """One unit's reduce under way: the steps left, and the memory that must stay until then."""
+    """One unit's reduce under way: the steps left, and the gradients that it packs."""
 
-    def __init__(self, steps: Steps, held: list[torch.Tensor], packed: Handle | None) -> None:
-        """`packed` is the moment after which `held` is no longer read; None: only the end is."""
-        self.steps, self.held = steps, held
+    def __init__(self, steps: Steps, found: list[torch.Tensor], packed: Handle | None) -> None:
+        """`packed` is the moment after which `found` is no longer read; None: only the end is."""
+        self.steps, self.found = steps, found
         self.waiting_for: tuple[Lane, Handle] | None = next(steps, None)
         assert self.waiting_for is not None
         self.lane = self.waiting_for[0]
         if self.lane.ordered:
             self._queue_rest()
-            self.released = packed or self.lane.mark()
+            self.packed = packed or self.lane.mark()
             return
         # A host goes on to the first thing that takes time: without shards, the all-reduce.
         while self.waiting_for is not None and self.waiting_for[1] is DONE:
@@ -54,14 +54,14 @@ class Reduction:
             self.waiting_for = next(self.steps, None)
 
     def retire(self) -> None:
-        """Compute waits until the memory may go: a host for the end, a stream for the moment."""
+        """Compute waits until the gradients may go: a host for the end, a stream for the pack."""
         if self.lane.ordered:
-            self.lane.join(self.released)
+            self.lane.join(self.packed)
         while self.waiting_for is not None:
             lane, handle = self.waiting_for
             lane.join(handle)
             self.waiting_for = next(self.steps, None)
-        self.held.clear()
+        self.found.clear()
 
 
 class Reducer:
@@ -71,6 +71,9 @@ class Reducer:
         self.lanes = lanes
         self.ring: deque[Reduction] = deque()
         self.depth = policy.depth(lanes.scatter)
+        # What the replica lane reads of the scatter lane's memory: rows, so 1/n of a slot. They
+        # stay until backward's end, so that no lane and no compute waits for that lane before.
+        self._crossing: list[torch.Tensor] = []
         self._crossed = False  # the replica lane was used in this backward
         self._offloads = False  # sums went to the host in this backward
 
@@ -83,27 +86,26 @@ class Reducer:
         assert gradients is not None
         while self.ring and len(self.ring) >= self.depth:
             self.ring.popleft().retire()
-        self._open_buffer(unit, gradients)
+        sums = self._open(unit, gradients)
         lane, whole, custom = self.lanes.scatter, mesh.shard.size == 1, options.custom_scatter
-        flat, layout, dtype = gradients.flat, gradients.layout, gradients.reduce_dtype
-        # The gradient buffer itself takes the sum, where nothing has to be added to it or cast.
-        direct = unit.overwrite and unit.partial is None and dtype == flat.dtype
+        dtype, numel = gradients.reduce_dtype, gradients.shard_numel
+        # The gradients' own memory takes the sum, where nothing has to be added to it or cast.
+        direct = unit.overwrite and unit.partial is None and dtype == sums.dtype
         direct = direct and custom is None and gradients.offload is None
         adds_up = not scatter or unit.accumulator is not None
         found = gradients.take()
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
         with marks.range("pack", unit.name), lane.behind_compute():
-            own = len(found) == 1 and found[0].dtype == dtype  # it is its own slot
-            reused = gradients.slot if not (adds_up or own or custom) else None
+            reused = gradients.slot if not (adds_up or custom) else None
             if reused is not None:
                 slot = reused.pack(found)
             else:
-                into = flat if direct and whole else None
+                into = sums if direct and whole else None
                 if custom is not None:
-                    into = allocate(custom, layout.full_numel, dtype, mesh.device)
-                slot = gradients.pack(found, into, borrow=not adds_up)
-            if slot is flat:
+                    into = allocate(custom, numel * mesh.shard.size, dtype, mesh.device)
+                slot = gradients.pack(found, into)
+            if slot is sums:
                 unit.overwrite = False
             if unit.accumulator is not None:
                 slot = unit.accumulator.add_(slot)
@@ -112,10 +114,7 @@ class Reducer:
             if scatter and options.divide_before != 1.0:
                 slot.div_(options.divide_before)
             if scatter and not whole:
-                if direct:
-                    scattered = flat
-                else:
-                    scattered = allocate(custom, layout.shard_numel, dtype, mesh.device)
+                scattered = sums if direct else allocate(custom, numel, dtype, mesh.device)
         packed = lane.mark(unit.packed)
         if not scatter:
             self._start(Reduction(iter([(lane, DONE)]), found, packed))
@@ -126,12 +125,11 @@ class Reducer:
             unit.overwrite = False
         unit.complete = not delays
         steps = self._steps(unit, gradients, slot, scattered, overwrites, delays)
-        # Memory that the other lane, or the reduce-scatter itself, still reads waits for the end.
-        summed = scattered if unit.partial is None else unit.partial
-        crosses = mesh.replicate.size > 1 and not (scattered is summed is flat)
-        borrowed = any(grad.data_ptr() == slot.data_ptr() for grad in found)
-        held = [*found, slot, scattered, summed]
-        self._start(Reduction(steps, held, None if crosses or borrowed else packed))
+        if whole and slot is not sums:
+            # The other lane reads all of the slot, which is too much to keep until backward's end.
+            self._start(Reduction(steps, [*found, slot], None))
+        else:
+            self._start(Reduction(steps, found, packed))
         if reused is not None:
             reused.buffer.release()  # in the lane's order: behind the reduce-scatter just queued
 
@@ -141,25 +139,20 @@ class Reducer:
         """
         gradients = unit.gradients
         assert gradients is not None
-        self._open_buffer(unit, gradients)
-        flat, device = gradients.flat, unit.mesh.device
-        zeros = torch.zeros_like(flat, dtype=gradients.reduce_dtype, device=device)
+        sums, device = self._open(unit, gradients), unit.mesh.device
+        zeros = torch.zeros_like(sums, dtype=gradients.reduce_dtype, device=device)
         steps = self._finish_steps(unit, gradients, zeros, unit.overwrite)
         unit.overwrite, unit.complete = False, True
         self._start(Reduction(steps, [zeros], None))
 
     @staticmethod
-    def _open_buffer(unit: Unit, gradients: Gradients) -> None:
-        """At a step's first reduce: the sum overwrites the buffer if no gradient hangs on a
-        parameter, else adds.
-        """
-        if unit.opened:
-            return
-        unit.opened = True
-        unit.overwrite = gradients.cleared
-        gradients.buffer.allocate()
-        if not unit.overwrite:
-            gradients.adopt()
+    def _open(unit: Unit, gradients: Gradients) -> torch.Tensor:
+        """The memory of the step's sums; looked at by its first reduce."""
+        if not unit.opened:
+            unit.opened = True
+            unit.overwrite = gradients.open()
+        assert gradients.sums is not None
+        return gradients.sums
 
     def finish(self) -> None:
         """Compute waits for every reduce under way."""
@@ -171,6 +164,7 @@ class Reducer:
         if self._offloads:
             for lane in (self.lanes.scatter, self.lanes.replica):
                 lane.block_host()
+        self._crossing.clear()
         self._crossed = self._offloads = False
 
     def _start(self, reduction: Reduction) -> None:
@@ -216,23 +210,26 @@ class Reducer:
         if unit.mesh.replicate.size > 1:
             lane, self._crossed = self.lanes.replica, True
             lane.follow(self.lanes.scatter)
+            if unit.mesh.shard.size > 1:
+                self._crossing.append(scattered)
             with marks.range("reduce", unit.name), lane.behind_compute():
                 handle = unit.mesh.replicate.all_reduce(scattered)
             yield lane, handle
+        rows, sums = scattered[: gradients.layout.shard_numel], gradients.sums
+        assert sums is not None
         if options.after_reduce is not None:
             with lane.enter(), lane.aside(options.after_reduce_stream):
-                options.after_reduce(scattered)
+                options.after_reduce(rows)
         if options.divide_after != 1.0:
             with lane.enter():
-                scattered.div_(options.divide_after)
-        if scattered is not gradients.flat:
-            flat = gradients.flat
+                rows.div_(options.divide_after)
+        if scattered is not sums:
             with marks.range("add", unit.name), lane.behind_compute():
                 if gradients.offload is not None:
                     self._offloads = True
-                    scattered = scattered.to(flat.device) if not overwrites else scattered
+                    scattered = scattered.to(sums.device) if not overwrites else scattered
                 if overwrites:
-                    flat.copy_(scattered, non_blocking=True)
+                    sums.copy_(scattered, non_blocking=True)
                 else:
-                    flat.add_(scattered)
+                    sums.add_(scattered)
             yield lane, DONE

@@ -32,6 +32,7 @@ def full_state_dict(
     for unit in engine.units:
         unit.follow()
         unit.hide()
+        unit.parameters.copy_echoes()
         for names, tensor in _gather_masters(unit):
             if wanted:
                 moved = tensor.to(device) if device is not None else tensor

@@ -180,21 +180,23 @@ class Neighbours(Stretch):
         start, size = layout.offsets[first], sum(rows.part for rows in layout.rows[these])
         super().__init__(gradients.visible[these], master[at : at + size])
         self._offsets = [offset - start for offset in layout.offsets[these]]
-        with gradients.buffer.present():
-            self._gradient = gradients.flat[start : start + size]
+        self._start, self._size = start, size
 
     def hang_gradient(self) -> bool:
-        # The engine's own are never held here: it counts who else holds one.
-        summed, missing = self._gradients.summed, 0
+        gradients, missing = self._gradients, 0
+        summed = gradients.summed
         for i, member in enumerate(self.members, self._first):
             gradient = member.grad
             if gradient is None:
                 missing += 1
-            elif gradient is not summed[i]:
+            elif not summed or gradient is not summed[i]:
                 return False
         if 0 < missing < len(self.members):
             return False
-        self.tensor.grad = None if missing else self._gradient
+        self.tensor.grad = None
+        if not missing:
+            assert gradients.flat is not None
+            self.tensor.grad = gradients.flat[self._start : self._start + self._size]
         return True
 
     def cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -251,7 +253,7 @@ def _runs(
     for i, (parameter, rows) in enumerate(
         zip(gradients.visible, gradients.layout.rows, strict=True)
     ):
-        if id(parameter) not in members:
+        if id(parameter) not in members or i in gradients.echoes:
             end = -1
             continue
         start = starts[id(parameter)]

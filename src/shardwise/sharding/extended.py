@@ -91,6 +91,7 @@ class ExtendedRoute:
     """The gather of such a parameter: its tensors' bytes in one call."""
 
     stages = False
+    is_current = False  # nobody but the parameter could tell
 
     def __init__(self, parameters: ExtendedParameters) -> None:
         self.parameters = parameters

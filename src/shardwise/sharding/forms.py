@@ -42,12 +42,16 @@ class Form:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor over `local`; shares its memory."""
-        return versions.make_dtensor(local, self.mesh, self.placements, self.shape)
+        return self.maker(local)(local)
+
+    def maker(self, local: torch.Tensor) -> versions.DTensorMaker:
+        """What wraps local tensors like `local`, again and again."""
+        return versions.DTensorMaker(local, self.mesh, self.placements, self.shape)
 
 
 def make_copyable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook after `state_dict`: its DTensors, which it detached, can be copied again (see
-    `versions.make_dtensor`).
+    `versions.DTensorMaker`).
     """
     for key, parameter in module._parameters.items():
         found = state_dict.get(prefix + key)

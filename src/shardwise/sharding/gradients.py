@@ -1,148 +1,262 @@
 """The gradients of one unit: what backward leaves, what a reduce reads, where the sums land, and
 what hangs on the parameters. `storage.py` opens with the note that names these tensors.
+
+Whoever reads a gradient may keep it, or a view of it, for as long as they like. So the sums of a
+step get memory of their own, taken anew at the step's first reduce; once `zero_grad` has let go of
+them the engine does too, and writes to them never again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import getrefcount
+from typing import cast
 
 import torch
 
-from shardwise.comms import versions
+from shardwise.comms import marks, versions
 from shardwise.planning.placement import Layout, Rows, lay_out
-from shardwise.sharding.storage import Buffer, Parameters, local_rows
-
-# References to a gradient that only its own buffer holds: the list, the loop, the call.
-_UNSHARED = 3
+from shardwise.sharding.storage import Buffer, Parameters
 
 
 class Gradients:
-    """The gradient buffer of one unit's trainable parameters: `gradient`, with `summed` over it."""
+    """The gradients of one unit's trainable parameters.
+
+    From a step's first reduce on, `sums` holds this rank's rows of every sum, which are `flat`,
+    and behind them one number for each parameter: not zero if any rank produced a gradient of it.
+    `summed` are the gradients that users see, over `flat`.
+    """
 
     def __init__(
         self, parameters: Parameters, trainable: Sequence[int], reduce_dtype: torch.dtype
     ) -> None:
-        self._mesh, self._plain = parameters.mesh, parameters.plain
+        mesh = self.mesh = parameters.mesh
         self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
+        self._dtype, self._plain = parameters.dtype, parameters.plain
         rows = [parameters.layout.rows[i] for i in trainable]
         shapes, dims = [r.shape for r in rows], [r.dim for r in rows]
-        self.layout = lay_out(shapes, self._mesh.shard.size, dims)
-        order = [trainable[i] for i in self.layout.order]
+        self.layout = layout = lay_out(shapes, mesh.shard.size, dims)
+        order = [trainable[i] for i in layout.order]
         self.members = [parameters.members[i] for i in order]
         self.visible = [parameters.visible[i] for i in order]
         self.shown = [parameters.shown[i] for i in order]
+        # Those that are tied to one of another unit, whose gradient theirs is added to.
+        self.echoes = frozenset(at for at, i in enumerate(order) if i in parameters.echoes)
         # Some parameters have no rows to cut (0-d), nothing in them, or another dim cut.
-        self._odd = any(r.replicated or r.part == 0 or r.dim for r in self.layout.rows)
+        self._odd = any(r.replicated or r.part == 0 or r.dim for r in layout.rows)
         self.nested = any(member.nested for member in self.members)
-        self._make_buffer(parameters.dtype)
+        # A rank alone knows who produced what.
+        self.counts = layout.counts if mesh.ranks > 1 else 0
+        self.shard_numel = layout.shard_numel + self.counts
+        # Packed with the gradients, so of their dtype.
+        shape, dtype = (layout.ranks, self.counts), self.shown[0].dtype
+        self._ones = torch.ones(shape, dtype=dtype, device=mesh.device)
         self.slot = self._make_slot()
-        self.buffer.release()
+        self.sums: torch.Tensor | None = None
+        self.flat: torch.Tensor | None = None
+        self.locals: list[torch.Tensor] = []
+        self.summed: list[torch.Tensor] = []
+        self._parts = [r.part for r in layout.rows]
+        self._shapes = [torch.Size(r.local_shape(mesh.shard.rank)) for r in layout.rows]
+        self._makers = self._make_makers()
+        # Parameters, by number: without a gradient of this rank so far in this step (None: nothing
+        # was taken yet), and those that the last `attach` left without one.
+        self._missing: set[int] | None = None
+        self._absent: frozenset[int] = frozenset()
 
-    def _make_buffer(self, dtype: torch.dtype) -> None:
-        """`gradient` and `summed`: beside the master, so on the host where that is offloaded."""
-        layout, mesh = self.layout, self._mesh
-        pin = self.offload is not None and self.offload.pin_memory
-        device = mesh.device if self.offload is None else torch.device("cpu")
-        self.buffer = Buffer(layout.shard_numel, dtype, device, pin)
-        self.flat = self.buffer.flat
-        # A norm counts what every rank holds whole (0-d parameters) on the first rank only.
-        first = mesh.shard.rank == 0
-        self.counted = self.flat[: layout.shard_numel if first else layout.counted_numel]
-        self.locals = [
-            local_rows(self.flat, layout, i, mesh.shard.rank) for i in range(len(self.members))
+    def _make_makers(self) -> list[versions.DTensorMaker]:
+        """What every step's DTensors are made by; none where users see plain gradients."""
+        if self._plain:
+            return []
+        self._take_memory()
+        makers = [
+            member.form(rows, self.mesh).maker(local)
+            for member, rows, local in zip(self.members, self.layout.rows, self.locals, strict=True)
         ]
+        memory = cast(torch.Tensor, self.sums).untyped_storage()
+        self.drop()
+        memory.resize_(0)  # the makers keep what describes it; nobody else has seen it
+        return makers
+
+    def _take_memory(self) -> None:
+        """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
+        (torch keeps pinned memory that is given back, so that taking it again costs nothing.)
+        """
+        if self.offload is None:
+            sums = torch.empty(self.shard_numel, dtype=self._dtype, device=self.mesh.device)
+        else:
+            pin = self.offload.pin_memory
+            sums = torch.empty(self.shard_numel, dtype=self._dtype, pin_memory=pin)
+        if marks.on is not None:
+            marks.on.buffer(self, sums.data_ptr(), sums.nbytes)
+        self.sums = sums
+        self.flat = sums[: self.layout.shard_numel] if self.counts else sums
+        self.locals = [
+            part[: shape.numel()].view(shape)
+            for part, shape in zip(self.flat.split(self._parts), self._shapes, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Of `sums`, whether they are there or not."""
+        return self.shard_numel * self._dtype.itemsize
+
+    def open(self) -> bool:
+        """At a step's first reduce: true if what is there is worth nothing, and the sum overwrites
+        it; false if the gradients that hang on the parameters are all ours, and the sum adds.
+        """
+        self._missing = None
+        if self.sums is not None and self.own:
+            return False
+        self._take_memory()
+        self._absent = frozenset()
         self.summed = self.locals
-        if not self._plain:
-            forms = [m.form(r, mesh) for m, r in zip(self.members, layout.rows, strict=True)]
-            pairs = zip(forms, self.locals, strict=True)
-            self.summed = [form.wrap(local) for form, local in pairs]
+        if self._makers:
+            pairs = zip(self._makers, self.locals, strict=True)
+            self.summed = [make(local) for make, local in pairs]
+        return True
+
+    @property
+    def own(self) -> bool:
+        """What hangs on the parameters is what the last step put there, all of it."""
+        return all(
+            parameter.grad is summed or (parameter.grad is None and i in self._absent)
+            for i, (parameter, summed) in enumerate(zip(self.visible, self.summed, strict=True))
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Every parameter has a gradient, and they are all ours."""
+        return (
+            bool(self.summed)
+            and not self.echoes
+            and all(
+                parameter.grad is summed
+                for parameter, summed in zip(self.visible, self.summed, strict=True)
+            )
+        )
+
+    @property
+    def cleared(self) -> bool:
+        """No parameter of the unit has a gradient."""
+        return all(parameter.grad is None for parameter in self.visible)
+
+    def drop(self) -> None:
+        """Let go of the sums: they are those of whoever kept one, or nobody's."""
+        if marks.on is not None and self.sums is not None:
+            marks.on.buffer(self, self.sums.data_ptr(), -self.sums.nbytes)
+        self.sums = self.flat = None
+        self.locals, self.summed = [], []
+
+    def clear(self) -> None:
+        """Take the sums off the parameters again."""
+        for parameter, summed in zip(self.visible, self.summed, strict=False):
+            if parameter.grad is summed:
+                parameter.grad = None
+        self.drop()
+
+    def attach(self, zeroes_unused: bool) -> None:
+        """Hang the sums on the visible parameters, but for those of which no rank produced a
+        gradient. What hangs there and is not ours is added to.
+        """
+        unused = frozenset() if zeroes_unused else self._unused()
+        absent = []
+        for i, (parameter, summed) in enumerate(zip(self.visible, self.summed, strict=True)):
+            grad = parameter.grad
+            if i in self.echoes:
+                continue
+            if i in unused:
+                if grad is None:
+                    absent.append(i)
+                continue
+            if grad is None:
+                parameter.grad = summed
+            elif grad is not summed:
+                versions.local_of(grad).add_(self.locals[i])
+            hooks = parameter._post_accumulate_grad_hooks
+            for hook in hooks.values() if hooks else ():
+                hook(parameter)
+        self._absent = frozenset(absent)
+
+    def attach_echoes(self) -> None:
+        """Before any `attach`: add the gradients of tied parameters to what hangs there, so that
+        the sum is complete when its own unit hangs up the rest.
+        """
+        unused = self._unused() if self.echoes else frozenset()
+        for i in self.echoes - unused:
+            grad = self.visible[i].grad
+            if grad is None:
+                self.visible[i].grad = self.summed[i]
+            elif grad is not self.summed[i]:
+                versions.local_of(grad).add_(self.locals[i])
+
+    def _unused(self) -> frozenset[int]:
+        """Parameters, by number, of which no rank produced a gradient. Only a rank that produced
+        none itself has to look at what the reduce brought.
+        """
+        missing = range(len(self.visible)) if self._missing is None else self._missing
+        if not missing or not self.counts:
+            return frozenset(missing)
+        assert self.sums is not None
+        counts = self.sums[self.layout.shard_numel :].tolist()
+        return frozenset(i for i in missing if counts[i] == 0)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the parameters of which this rank produced no gradient in this step."""
+        missing = range(len(self.visible)) if self._missing is None else self._missing
+        return [self.members[i].name for i in missing]
+
+    def take(self) -> list[torch.Tensor]:
+        """Take the gradients off the shown parameters; a parameter without one counts as zeros.
+        The last tensor, where ranks count, is this rank's part of the counts.
+        """
+        found, missing = [], set()
+        for i, shown in enumerate(self.shown):
+            grad = shown.grad
+            if grad is None:
+                missing.add(i)
+                grad = torch.zeros_like(shown)
+            found.append(grad)
+            shown.grad = None
+        self._missing = missing if self._missing is None else self._missing & missing
+        if self.nested:
+            found = [
+                member.nested.local_gradient(grad) if member.nested is not None else grad
+                for member, grad in zip(self.members, found, strict=True)
+            ]
+        if self.counts:
+            found.append(self._present(frozenset(missing)))
+        return found
+
+    def _present(self, missing: frozenset[int]) -> torch.Tensor:
+        """For every rank a row: one for each parameter with a gradient, zero for one without."""
+        if not missing:
+            return self._ones
+        row = [float(i not in missing) for i in range(self.counts)]
+        return torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype).to(self.mesh.device)
 
     def _make_slot(self) -> Slot | None:
         """A slot with permanent pieces, where one multi-tensor copy can pack it: on a GPU, with
         every gradient cut evenly among several ranks.
         """
         even = all(r.even and r.part and not r.dim for r in self.layout.rows)
-        if self._mesh.device.type == "cuda" and even and self.layout.ranks > 1:
-            return Slot(self.layout, self.reduce_dtype, self._mesh.device)
+        if self.mesh.device.type == "cuda" and even and self.layout.ranks > 1:
+            return Slot(self.layout, self.counts, self.reduce_dtype, self.mesh.device)
         return None
 
-    @property
-    def cleared(self) -> bool:
-        """No parameter of the unit has a gradient: what comes next overwrites."""
-        return all(parameter.grad is None for parameter in self.visible)
-
-    def adopt(self) -> None:
-        """Take over gradients that hang on the parameters from another buffer; zero the rows of
-        parameters without one.
-        """
-        self.buffer.allocate()
-        for parameter, local, summed in zip(self.visible, self.locals, self.summed, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                local.zero_()
-            elif grad is not summed:
-                local.copy_(versions.local_of(grad))
-                parameter.grad = summed
-
-    def release(self) -> bool:
-        """Give back the memory of gradients that nobody has any more. True if somebody still keeps
-        one beyond zero_grad: that memory stays with them, and the buffer is another one now.
-        """
-        if not self.buffer.allocated:
-            return False
-        kept = any(getrefcount(summed) > _UNSHARED for summed in self.summed)
-        if kept:
-            self._make_buffer(self.flat.dtype)
-        self.buffer.release()
-        return kept
-
-    def attach(self, absent: frozenset[str]) -> None:
-        """Hang the summed gradients on the visible parameters, but for those of names `absent`."""
-        for member, parameter, summed in zip(self.members, self.visible, self.summed, strict=True):
-            if not absent or member.name not in absent:
-                parameter.grad = summed
-                hooks = parameter._post_accumulate_grad_hooks
-                for hook in hooks.values() if hooks else ():
-                    hook(parameter)
-
-    def take(self) -> list[torch.Tensor]:
-        """Take the gradients off the shown parameters; a parameter without one counts as zeros."""
-        found = []
-        for shown in self.shown:
-            grad = shown.grad
-            found.append(torch.zeros_like(shown) if grad is None else grad)
-            shown.grad = None
-        if self.nested:
-            found = [
-                member.nested.local_gradient(grad) if member.nested is not None else grad
-                for member, grad in zip(self.members, found, strict=True)
-            ]
-        return found
-
-    def pack(
-        self, found: list[torch.Tensor], into: torch.Tensor | None, borrow: bool
-    ) -> torch.Tensor:
-        """Lay gradients rank after rank in the reduce dtype: one kernel for the unit.
-
-        A single evenly cut gradient of the right dtype can be its own slot, if it is only borrowed.
-        """
-        layout, only = self.layout, found[0]
-        rows = layout.rows[0]
-        alone = borrow and len(found) == 1 and into is None and rows.even and not rows.dim
-        if alone and only.dtype == self.reduce_dtype and only.is_contiguous():
-            return only.view(-1)
-        slot = into
+    def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
+        """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""
+        ranks, slot = self.layout.ranks, into
         if slot is None:
-            slot = torch.empty(layout.full_numel, dtype=self.reduce_dtype, device=only.device)
+            numel, device = ranks * self.shard_numel, self.mesh.device
+            slot = torch.empty(numel, dtype=self.reduce_dtype, device=device)
         if self._odd:
-            found = [
-                _rank_after_rank(grad, rows)
-                for grad, rows in zip(found, layout.rows, strict=True)
-                if rows.part > 0
-            ]
+            rows = self.layout.rows
+            pairs = zip(found, rows, strict=False)
+            cut = [_rank_after_rank(grad, each) for grad, each in pairs if each.part]
+            found = [*cut, *found[len(rows) :]]
         if found:
-            versions.chunk_cat(found, layout.ranks, slot.view(layout.ranks, -1))
+            versions.chunk_cat(found, ranks, slot.view(ranks, -1))
         return slot
 
 
@@ -156,23 +270,29 @@ def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 class Slot:
-    """A reduce's input whose pieces, one for every parameter and rank, are made once."""
+    """A reduce's input whose pieces, one for every parameter and rank and one for the counts of
+    every rank, are made once.
+    """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.buffer = Buffer(layout.full_numel, dtype, device)
+    def __init__(
+        self, layout: Layout, counts: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.buffer = Buffer((layout.shard_numel + counts) * layout.ranks, dtype, device)
         self.flat = self.buffer.flat
         by_rank = self.flat.view(layout.ranks, -1)
+        starts = [*layout.offsets, layout.shard_numel]
+        sizes = [*(rows.part for rows in layout.rows), counts]
         self.pieces = [
-            by_rank[rank, start : start + rows.part]
-            for rows, start in zip(layout.rows, layout.offsets, strict=True)
+            by_rank[rank, start : start + size]
+            for start, size in zip(starts, sizes, strict=True)
             for rank in range(layout.ranks)
         ]
         self.ranks = layout.ranks
         self.buffer.release()
 
-    def pack(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy every gradient's rows to their ranks' places, cast on the way."""
+    def pack(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy the rows of all that was taken to their ranks' places, cast on the way."""
         self.buffer.allocate()
-        cut = [piece for grad in gradients for piece in grad.reshape(self.ranks, -1).unbind(0)]
+        cut = [piece for grad in found for piece in grad.reshape(self.ranks, -1).unbind(0)]
         torch._foreach_copy_(self.pieces, cut)
         return self.flat

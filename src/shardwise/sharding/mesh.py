@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.comms.control import PerWorld, control_of
 from shardwise.comms.real import Group
 from shardwise.comms.versions import supported_devices
 from shardwise.planning.plan import Plan
@@ -39,15 +38,14 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
     _check(plan, device)
     both = _make_mesh(device.type, plan.mesh, ("replicate", "shard"))
-    control = None if dist.get_backend() == "fake" else _control_mesh(both, plan)
     k, keep = plan.keep_after_forward, None
     if k is not None and not isinstance(k, bool):
         shape = (plan.replicate, plan.shard // k, k)
-        keep = _group(_make_mesh(device.type, shape, ("replicate", "outer", "keep")), "keep", None)
+        keep = _group(_make_mesh(device.type, shape, ("replicate", "outer", "keep")), "keep")
     return Mesh(
         device,
-        _group(both, "replicate", control),
-        _group(both, "shard", control),
+        _group(both, "replicate"),
+        _group(both, "shard"),
         # DTensors live on the axes that are there.
         both if plan.replicate > 1 else both["shard"],
         keep,
@@ -69,38 +67,20 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _group(mesh: DeviceMesh, axis: str, control: DeviceMesh | None) -> Group:
-    hosts = control.get_group(axis) if control is not None else None
-    return Group(axis, mesh.get_group(axis), mesh[axis].size(), mesh.get_local_rank(axis), hosts)
+def _group(mesh: DeviceMesh, axis: str) -> Group:
+    group, size = mesh.get_group(axis), mesh[axis].size()
+    return Group(axis, group, size, mesh.get_local_rank(axis), control_of(group))
 
 
-def _control_mesh(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
-    """Groups for small host values. NCCL would stall the device for them, so such a mesh gets gloo
-    groups beside.
-    """
-    if "cpu" in supported_devices(mesh.get_group("shard")):
-        return mesh
-    return _make_mesh("cpu", plan.mesh, ("replicate", "shard"), backend="gloo")
+# Process groups are dear and never go away, so models of one mesh share them.
+_meshes: PerWorld[DeviceMesh] = PerWorld()
 
 
-# Process groups are dear and never go away, so models of one mesh share them; gone with their
-# world.
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]]
-_meshes = weakref.WeakKeyDictionary()
-
-
-def _make_mesh(
-    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], backend: str | None = None
-) -> DeviceMesh:
-    world = dist.group.WORLD
-    assert world is not None
-    made = _meshes.setdefault(world, {})
-    key = (device_type, shape, backend)
+def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    made = _meshes.here
+    key = (device_type, shape)
     if key not in made:
-        override: Any = {name: backend for name in names} if backend else None
-        made[key] = init_device_mesh(
-            device_type, shape, mesh_dim_names=names, backend_override=override
-        )
+        made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
     return made[key]
 
 

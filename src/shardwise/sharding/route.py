@@ -25,6 +25,10 @@ class Way(Protocol):
 
     stages: bool  # what arrives has to be copied out: `full` is not written before `unpack`
 
+    @property
+    def is_current(self) -> bool:
+        """This rank's piece of `full` is what the source holds now."""
+
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""
 
@@ -79,6 +83,12 @@ class Route:
         device = self.full.device
         mode = choose_gather(asked, len(self.parts), self.full.nbytes, device.type != "cpu")
         return "packed" if mode == "grouped" and not self.group.gathers_grouped(device) else mode
+
+    @property
+    def is_current(self) -> bool:
+        """For dims other than 0 nobody looks."""
+        pairs = zip(self.own, self.pieces, strict=True)
+        return not self.scattered and all(torch.equal(own, piece.to(own)) for own, piece in pairs)
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""

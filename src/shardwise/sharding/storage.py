@@ -46,6 +46,7 @@ take the write for a change.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.route import Route, Way
 
 _VERSION = attrgetter("_version")
+_HOME = "_shardwise_parameters"  # on a visible parameter: who keeps its master
+
+
+def _nowhere() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,12 @@ class Member:
                 f"parameter {self.name!r} was removed after sharding; change the model before it "
                 "is sharded"
             )
+        for name, (module, key) in zip(self.names[1:], self.places[1:], strict=False):
+            if module._parameters.get(key) is not parameter:
+                raise RuntimeError(
+                    f"parameter {name!r} was tied to {self.name!r} when the model was sharded, and "
+                    "is another one now; untie them before sharding, or change both together"
+                )
         return parameter
 
     def form(self, rows: Rows, mesh: Mesh) -> Form:
@@ -167,6 +179,10 @@ class Parameters:
         with torch.no_grad():
             self.visible = [self._make_visible(member, i) for i, member in enumerate(self.members)]
         self.shown: list[nn.Parameter] = []
+        # Members, by number, in whose places a parameter of another member was hung after sharding:
+        # a tie. The other one keeps the master; these rows are copied from it before every gather,
+        # and their gradient is added to its own.
+        self.echoes: set[int] = set()
         self._remember()
         self._version_at_birth = self.version
 
@@ -269,10 +285,13 @@ class Parameters:
         return (id(versions.local_of(visible)),)
 
     def follow(self) -> None:
-        """Take over parameters that were moved, cast, given memory or replaced in their modules."""
+        """Take over parameters that were moved, cast, given memory, replaced or tied in their
+        modules.
+        """
         found = [member.registered for member in self.members]
         locals_ = [versions.local_of(parameter.data) for parameter in found]
         self._check_alike(found, locals_)
+        self.echoes = {i for i in range(len(found)) if self._is_tied(found, i)}
         with torch.no_grad():
             master = self._make_master(locals_[0])
             for i, (visible, parameter, local) in enumerate(
@@ -281,6 +300,8 @@ class Parameters:
                 rows = self._local(master, i)
                 if not rows.is_meta:
                     rows.copy_(local)
+                if i in self.echoes:
+                    continue
                 if parameter is not visible:
                     parameter.requires_grad_(visible.requires_grad)
                     parameter.__dict__.update(visible.__dict__)
@@ -292,10 +313,40 @@ class Parameters:
         self._remember()
         self.forget_checksums()
 
+    def _is_tied(self, found: list[nn.Parameter], i: int) -> bool:
+        """Whether what hangs in the i-th member's place is the parameter of another member, here or
+        in another unit, and hangs there too.
+        """
+        parameter = found[i]
+        if any(parameter is other for other in found[:i]):
+            return True
+        home = parameter.__dict__.get(_HOME, _nowhere)()
+        return home is not None and home is not self and home.holds(parameter)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of ours, and in its place."""
+        return any(
+            visible is parameter and i not in self.echoes and member.registered is parameter
+            for i, (member, visible) in enumerate(zip(self.members, self.visible, strict=True))
+        )
+
+    @torch.no_grad()
+    def copy_echoes(self) -> None:
+        """Bring the rows of tied members up to date; through `.data`, because autograd may have
+        saved them.
+        """
+        for i in self.echoes:
+            self._local(self.master.data, i).copy_(versions.local_of(self.visible[i]))
+
     def _remember(self) -> None:
+        home = weakref.ref(self)
+        for i, visible in enumerate(self.visible):
+            if i not in self.echoes:
+                visible.__dict__[_HOME] = home
         self._known = [
-            (member.places[0][0]._parameters, member.places[0][1], visible, self._standing(visible))
+            (module._parameters, key, visible, self._standing(visible))
             for member, visible in zip(self.members, self.visible, strict=True)
+            for module, key in member.places
         ]
 
     def _check_alike(self, found: list[nn.Parameter], locals_: list[torch.Tensor]) -> None:

@@ -184,14 +184,24 @@ class Unit:
         trained = [i for i, trains in enumerate(trainable) if trains]
         reduce_dtype = self.options.dtypes(p.dtype)[1]
         self.gradients = Gradients(p, trained, reduce_dtype) if trained else None
-        if self.gradients is not None and not self.gradients.cleared:
-            self.gradients.adopt()
         return True
 
     @property
     def changed(self) -> bool:
         """The masters were written since the last gather."""
         return self.parameters.version != self.gathered_version
+
+    @property
+    def is_current(self) -> bool:
+        """This rank's own rows, as they were gathered, are those of the masters now."""
+        self.wait()
+        self.parameters.copy_echoes()
+        return self._home is not None and self._home.is_current
+
+    @property
+    def adds_up(self) -> bool:
+        """Gradients of this step wait for those of a later pass."""
+        return self.accumulator is not None or self.partial is not None
 
     @property
     def frees_early(self) -> bool:
@@ -211,11 +221,13 @@ class Unit:
 
     def gather(self) -> None:
         """Start bringing the full parameters together, unless they are there or on their way."""
+        p = self.parameters
+        if p.echoes:
+            p.copy_echoes()
         if self.state is not State.FREE:
             if not self.stale:
                 return
             self.wait()
-        p = self.parameters
         self.stale = False
         if p.aliased:
             return

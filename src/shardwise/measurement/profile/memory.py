@@ -91,7 +91,10 @@ def find_owners(
                 held.append((getattr(unit.parameters, "buffer", None), "full"))
             gradients = unit.gradients
             if gradients is not None:
-                held.append((gradients.buffer, "gradients"))
+                what = f"gradients of {unit.name}"
+                owners.buffers[id(gradients)] = Owned(gradients.nbytes, "gradients", what)
+                if gradients.sums is not None:
+                    owners.add(gradients.sums, "gradients", unit.name, device)
                 slot = gradients.slot
                 held.append((slot.buffer if slot is not None else None, "slots"))
                 owners.sizes[unit.name] = _gradient_sizes(gradients)
