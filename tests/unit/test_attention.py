@@ -179,7 +179,7 @@ def expect(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
 
 
 def gradient_of(lse: Tensor) -> Tensor:
-    """Any numbers, of the size of do's; none for an lse that no score can move."""
+    """Any numbers of the size of do's, the same for equal shapes."""
     places = torch.arange(lse.numel(), device=lse.device).reshape(lse.shape)
     return places.double().sin().to(lse.dtype)
 

@@ -2,7 +2,7 @@
 """What runs ahead of the attention kernels: backward's lines, and fp32 factors as bf16 parts.
 
 lines  two fp32 numbers per query: `delta`, the row sum of o * do, less the gradient of lse if it
-       has one; and `lse_log2`, lse in the base that the kernels count in, +inf where it is -inf
+       has one; and `lse_log2`, lse in the base that the kernels count in
 parts  an fp32 number is the sum of three bf16 numbers, and of two to 16 bits. The parts of head h
        are heads PARTS * h and following of a tensor (B, PARTS * heads, length, D).
 """
@@ -25,9 +25,7 @@ def _store_lines(
     delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
     if dlse is not None:
         delta_M -= load_line(dlse, head, m0, M, M, BLOCK_M, False)
-    lse_M = load_line(lse, head, m0, M, M, BLOCK_M, False)
-    # exp2(score - inf) = 0: a query that sees no key gives nothing, and gets no gradient.
-    lse_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E)
+    lse_M = load_line(lse, head, m0, M, M, BLOCK_M, False) * LOG2E
     line = head.to(tl.int64) * line_stride + m
     tl.store(delta + line, delta_M, mask=m < M)
     tl.store(lse_log2 + line, lse_M, mask=m < M)

@@ -147,7 +147,6 @@ def tiled_backward(
     q_BGRMD, o_BGRMD, do_BGRMD = (_group(x, k).to(wide) for x in (q, o, do))
     k_BGRND, v_BGRND = k.unsqueeze(2).to(wide), v.unsqueeze(2).to(wide)
     lse_BGRM = lse.unflatten(1, (k.shape[1], -1)).to(wide)
-    lse_BGRM = lse_BGRM.masked_fill(lse_BGRM == -math.inf, math.inf)  # exp(score - inf) = 0
     delta_BGRM = (o_BGRMD * do_BGRMD).sum(-1)
     if dlse is not None:
         delta_BGRM -= dlse.unflatten(1, (k.shape[1], -1))
@@ -162,6 +161,7 @@ def tiled_backward(
                 continue
             q_tile, do_tile = q_BGRMD[..., m, :], do_BGRMD[..., m, :]
             s = (q_tile @ k_tile.transpose(-1, -2)) * scale
+            # lse is -inf where a query sees nothing: all of its row is masked.
             p = torch.exp(s - lse_BGRM[..., m, None]).masked_fill(~seen, 0.0)
             dp = do_tile @ v_tile.transpose(-1, -2)
             ds = p * (dp - delta_BGRM[..., m, None])
