@@ -228,7 +228,7 @@ def caller(kind: str, name: str, problem: Problem, tensors: list[Tensor]) -> Cal
     if kind == "forward":
         return lambda: launch.forward(q, k, v, mask, precision, tiles)
     o, lse = launch.forward(q, k, v, mask, precision)
-    return lambda: launch.backward(q, k, v, o, lse, do, mask, precision, tiles)
+    return lambda: launch.backward(q, k, v, o, lse, do, None, mask, precision, tiles)
 
 
 def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

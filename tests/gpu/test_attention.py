@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.kernels.attention import attention
+from shardwise.kernels.attention import FlashAttention, attention
 from shardwise.kernels.attention_backends import choose
 from shardwise.kernels.attention_configs import Backward, Stash, Tiles
-from shardwise.kernels.attention_reference import plain_attention
+from shardwise.kernels.attention_reference import plain_attention, plain_lse
 
 try:
     import pytest
@@ -159,8 +159,14 @@ def make_inputs(shape: Shape, seed: int) -> tuple[list[Tensor], tuple[Tensor, Te
     return tensors, (q_ids, k_ids)
 
 
-def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
-    """o, dq, dk, dv into tensors that held NaN."""
+def gradient_of(lse: Tensor) -> Tensor:
+    """Any numbers of the size of do's."""
+    places = torch.arange(lse.numel(), device=lse.device).reshape(lse.shape)
+    return places.double().sin().to(lse.dtype)
+
+
+def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any, uses_lse: bool) -> list[Tensor]:
+    """o, lse, dq, dk, dv into tensors that held NaN."""
     from shardwise.kernels import attention_launch as launch
 
     q, k, v, do = (x.squeeze(1) for x in tensors) if shape.flat else tensors
@@ -172,25 +178,53 @@ def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             o, lse = launch.forward(q, k, v, mask, precision, shape.forward)
-            grads = launch.backward(q, k, v, o, lse, do, mask, precision, shape.backward)
+            dlse = gradient_of(lse) if uses_lse else None
+            grads = launch.backward(q, k, v, o, lse, do, dlse, mask, precision, shape.backward)
     finally:
         torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
-    return [x.unsqueeze(1) if shape.flat else x for x in (o, *grads)]
+    return [x.unsqueeze(1) if shape.flat else x for x in (o, lse, *grads)]
 
 
-def expect(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
-    """o, dq, dk, dv in float64."""
+def expect(
+    shape: Shape, tensors: list[Tensor], ids: Any, uses_lse: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    """o, dq, dk, dv, and lse, in float64; `uses_lse`: the loss does."""
     *inputs, do = (x.double() for x in tensors)
     for x in inputs:
         x.requires_grad_()
-    o = plain_attention(*inputs, causal=shape.causal, window=shape.window, segment_ids=ids)
-    return [o.detach(), *torch.autograd.grad(o, inputs, do)]
+    options: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "segment_ids": ids}
+    o = plain_attention(*inputs, **options)
+    with torch.set_grad_enabled(uses_lse):
+        lse = plain_lse(*inputs[:2], **options)
+    loss = (o * do).sum()
+    if uses_lse:
+        loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * gradient_of(lse)).sum()
+    return [o.detach(), *torch.autograd.grad(loss, inputs)], lse.detach()
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
+    """Relative to the norm; an infinity must be the same one on both sides."""
+    infinite = wanted.isinf()
+    if not torch.equal(got.double()[infinite], wanted[infinite]):
+        return math.inf
+    got, wanted = got.masked_fill(infinite, 0.0), wanted.masked_fill(infinite, 0.0)
     size = wanted.norm().item()
     return (got.double() - wanted).norm().item() / (size if size > 1e-9 else wanted.numel() ** 0.5)
+
+
+def complaint_about(
+    kind: str, got: list[Tensor], wanted: tuple[list[Tensor], Tensor]
+) -> str | None:
+    """What is too far off of o, lse, dq, dk, dv; None if nothing is."""
+    o, lse, *grads = got
+    errors = [error(a, b) for a, b in zip((o, *grads), wanted[0], strict=True)]
+    of_lse = error(lse, wanted[1])
+    good = all(e <= BOUNDS[kind] for e in errors)  # NaN is not
+    # lse is fp32 and natural also where o has 16 bits.
+    if good and of_lse <= BOUNDS["tf32" if kind == "tf32" else "fp32"]:
+        return None
+    return f"errors of o, dq, dk, dv: {errors}, of lse: {of_lse}"
 
 
 def run_case(name: str) -> str | None:
@@ -198,14 +232,15 @@ def run_case(name: str) -> str | None:
     shape = CASES[name]
     seed = int.from_bytes(os.urandom(4), "little")
     tensors, ids = make_inputs(shape, seed)
-    got, again = (run_kernels(shape, tensors, ids) for _ in range(2))
-    wanted = expect(shape, tensors, ids)
-    errors = [error(a, b) for a, b in zip(got, wanted, strict=True)]
-    if not all(e <= BOUNDS[shape.kind] for e in errors):  # NaN fails too
-        return f"errors of o, dq, dk, dv with seed {seed}: {errors}"
+    got, again = (run_kernels(shape, tensors, ids, False) for _ in range(2))
+    complaint = complaint_about(shape.kind, got, expect(shape, tensors, ids))
+    if complaint is not None:
+        return f"{complaint}, seed {seed}"
     if not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
         return f"a second run gave other bits, seed {seed}"
-    return None
+    got = run_kernels(shape, tensors, ids, True)
+    complaint = complaint_about(shape.kind, got, expect(shape, tensors, ids, True))
+    return None if complaint is None else f"with a gradient of lse, {complaint}, seed {seed}"
 
 
 def run_long(dtype: torch.dtype, length: int) -> str | None:
@@ -237,7 +272,9 @@ def run_public() -> str | None:
     (q, k, v, do), _ = make_inputs(shape, int.from_bytes(os.urandom(4), "little"))
     for x in (q, k, v):
         x.requires_grad_()
-    wanted = expect(shape, [x.detach() for x in (q, k, v, do)], None)
+    (wanted, wanted_lse), with_lse = (
+        expect(shape, [x.detach() for x in (q, k, v, do)], None, uses) for uses in (False, True)
+    )
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, causal=True, backend="triton")
@@ -257,6 +294,25 @@ def run_public() -> str | None:
         errors = [error(a.detach(), b) for a, b in zip(got, wanted, strict=True)]
         if not all(e <= BOUNDS["bf16"] for e in errors):
             return f"{name}: errors of o, dq, dk, dv: {errors}"
+    saved = FlashAttention.apply(q, k, v, True).grad_fn.saved_tensors[4]
+    if not error(saved, wanted_lse) <= BOUNDS["fp32"]:
+        return f"FlashAttention saved an lse that is off by {error(saved, wanted_lse)}"
+
+    def both(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, causal=True, backend=backend, return_lse=True)
+
+    variants = {
+        "compiled": torch.compile(both, fullgraph=True),
+        "checkpointed": lambda *x: checkpoint(both, *x, use_reentrant=False),
+    }
+    for backend in ("triton", "reference", None):
+        variants[str(backend)] = lambda *x, b=backend: both(*x, backend=b)
+    for name, variant in variants.items():
+        o, lse = variant(q, k, v)
+        grads = torch.autograd.grad((o, lse), (q, k, v), (do, gradient_of(lse)))
+        complaint = complaint_about("bf16", [o.detach(), lse.detach(), *grads], with_lse)
+        if complaint is not None:
+            return f"{name} with return_lse, {complaint}"
     return None
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +29,12 @@ from shardwise.kernels import attention_backends as backends
 from shardwise.kernels.attention import FlashAttention, attention
 from shardwise.kernels.attention_backends import Case, choose, forced
 from shardwise.kernels.attention_ops import attention_op
-from shardwise.kernels.attention_reference import plain_attention, tiled_backward, tiled_forward
+from shardwise.kernels.attention_reference import (
+    plain_attention,
+    plain_lse,
+    tiled_backward,
+    tiled_forward,
+)
 
 # bf16 is cut off, not rounded, by the interpreter.
 BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -59,6 +64,7 @@ class Shape:
     layout: str = "plain"  # or "transposed": (B, seq, heads, D) in memory; "strided": every second;
     # "flat": (B, seq, D)
     scale: float | None = None
+    dlse: bool = False  # the loss uses lse too
 
 
 CASES = {
@@ -120,6 +126,12 @@ CASES = {
     "stash-more-keys": Shape(M=50, N=90, dtype=torch.float16, stash=32),
     "stash-more-queries": Shape(M=90, N=50, dtype=torch.float16, stash=48),
     "stash-one-chunk": Shape(M=50, N=50, dtype=torch.float16, stash=128, blocks=(16, 32)),
+    "lse": Shape(B=2, H=4, G=2, dlse=True),
+    "lse-split": Shape(dlse=True, split=True, D=20, causal=False),
+    "lse-flat": Shape(dlse=True, B=3, H=1, layout="flat", joined=3, tma=False),
+    "lse-window-empty": Shape(dlse=True, M=60, N=20, window=5),
+    "lse-packed": Shape(dlse=True, B=2, segments="packed", joined=2),
+    "lse-stash": Shape(dlse=True, M=70, N=50, dtype=torch.float16, stash=32),
 }
 
 
@@ -149,24 +161,44 @@ def make_inputs(shape: Shape, seed: int) -> tuple[list[Tensor], tuple[Tensor, Te
 
 
 def expect(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
-    """o, dq, dk, dv in float64."""
+    """o, lse, dq, dk, dv in float64."""
     *inputs, do = (x.double() for x in tensors)
     for x in inputs:
         x.requires_grad_()
-    o = plain_attention(
-        *inputs, causal=shape.causal, scale=shape.scale, window=shape.window, segment_ids=ids
-    )
-    return [o.detach(), *torch.autograd.grad(o, inputs, do)]
+    options: dict[str, Any] = {
+        "causal": shape.causal,
+        "scale": shape.scale,
+        "window": shape.window,
+        "segment_ids": ids,
+    }
+    o, lse = plain_attention(*inputs, **options), plain_lse(*inputs[:2], **options)
+    loss = (o * do).sum()
+    if shape.dlse:
+        loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * gradient_of(lse)).sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def gradient_of(lse: Tensor) -> Tensor:
+    """Any numbers of the size of do's, the same for equal shapes."""
+    places = torch.arange(lse.numel(), device=lse.device).reshape(lse.shape)
+    return places.double().sin().to(lse.dtype)
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    """Relative to the norm; where zero is wanted, the root mean square. NaN stays NaN."""
+    """Relative to the norm; where zero is wanted, the root mean square. NaN stays NaN.
+
+    An infinity must be the same one on both sides.
+    """
+    infinite = wanted.isinf()
+    if not torch.equal(got.double()[infinite], wanted[infinite]):
+        return math.inf
+    got, wanted = got.masked_fill(infinite, 0.0), wanted.masked_fill(infinite, 0.0)
     size = wanted.norm().item()
     return (got.double() - wanted).norm().item() / (size if size > 1e-9 else wanted.numel() ** 0.5)
 
 
 def interpret(shape: Shape, seed: int) -> list[float]:
-    """Errors of o, dq, dk, dv from the kernels."""
+    """Errors of o, lse, dq, dk, dv from the kernels."""
     from shardwise.kernels import attention_launch as launch
     from shardwise.kernels.attention_configs import Backward, Stash, Tiles
 
@@ -186,13 +218,14 @@ def interpret(shape: Shape, seed: int) -> list[float]:
         q, k, v, do = (x.squeeze(1) for x in (q, k, v, do))
     backward = Backward(tiles, tiles, stash, shape.joined)
     o, lse = launch.forward(q, k, v, mask, shape.precision, tiles)
-    grads = launch.backward(q, k, v, o, lse, do, mask, shape.precision, backward)
-    return [error(a.view_as(b), b) for a, b in zip([o, *grads], wanted, strict=True)]
+    dlse = gradient_of(lse) if shape.dlse else None
+    grads = launch.backward(q, k, v, o, lse, do, dlse, mask, shape.precision, backward)
+    return [error(a.view_as(b), b) for a, b in zip([o, lse, *grads], wanted, strict=True)]
 
 
 def interpret_public(compiled: bool) -> list[float]:
-    """`attention` with the Triton backend, its own tiles, perhaps under torch.compile."""
-    shape = Shape(M=33, N=33) if compiled else Shape(B=2, H=4, G=2, M=33, N=33)
+    """`attention` with the Triton backend, its own tiles: with lse, or under torch.compile."""
+    shape = Shape(M=33, N=33) if compiled else Shape(B=2, H=4, G=2, M=33, N=33, dlse=True)
     (q, k, v, do), _ = make_inputs(shape, 0)
     for x in (q, k, v):
         x.requires_grad_()
@@ -200,11 +233,31 @@ def interpret_public(compiled: bool) -> list[float]:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, causal=True, backend="triton")
 
-    if compiled:
-        call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    o = call(q, k, v)
+    if not compiled:
+        return errors_with_lse(shape, [q, k, v, do], None, backend="triton")
+    o = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)
     got = [o, *torch.autograd.grad(o, (q, k, v), do)]
-    return [error(a, b) for a, b in zip(got, expect(shape, [q, k, v, do], None), strict=True)]
+    wanted = without_lse(expect(shape, [q, k, v, do], None))
+    return [error(a, b) for a, b in zip(got, wanted, strict=True)]
+
+
+def errors_with_lse(shape: Shape, tensors: list[Tensor], ids: Any, backend: str) -> list[float]:
+    """Errors of o, lse, dq, dk, dv of a public call."""
+    *inputs, do = tensors
+    o, lse = attention(
+        *inputs, causal=shape.causal, window=shape.window, segment_ids=ids, backend=backend,
+        return_lse=True,
+    )  # fmt: skip
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+    outputs, grads = ((o, lse), (do, gradient_of(lse))) if shape.dlse else ((o,), (do,))
+    got = [o, lse, *torch.autograd.grad(outputs, inputs, grads)]
+    wanted = expect(shape, tensors, ids)
+    return [error(a.detach(), b) for a, b in zip(got, wanted, strict=True)]
+
+
+def without_lse(results: list[Tensor]) -> list[Tensor]:
+    o, _, *grads = results
+    return [o, *grads]
 
 
 def set_interpreted() -> None:
@@ -224,8 +277,9 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 def test_kernels_match_float64(interpreter: ProcessPoolExecutor, name: str) -> None:
     shape = CASES[name]
     errors = interpreter.submit(interpret, shape, seed=0).result()
-    bound = TF32_BOUND if shape.precision == "tf32" else BOUNDS[shape.dtype]
-    assert max(errors) <= bound, errors  # NaN fails too
+    tf32 = shape.precision == "tf32"
+    assert max(errors) <= (TF32_BOUND if tf32 else BOUNDS[shape.dtype]), errors  # NaN fails too
+    assert errors[1] <= (TF32_BOUND if tf32 else BOUNDS[torch.float32]), errors  # lse is fp32
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -248,7 +302,8 @@ def test_reference_matches_float64(name: str) -> None:
         "block": 16,
     }
     o, lse = tiled_forward(q, k, v, **options)
-    got = [o, *tiled_backward(q, k, v, o, lse, do, **options)]
+    dlse = gradient_of(lse) if shape.dlse else None
+    got = [o, lse, *tiled_backward(q, k, v, o, lse, do, dlse, **options)]
     wanted = expect(shape, [q, k, v, do], ids)
     assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) <= BOUNDS[torch.float32]
 
@@ -264,32 +319,48 @@ def test_other_backends_match_float64(backend: str, name: str) -> None:
         q, k, v, causal=shape.causal, window=shape.window, segment_ids=ids, backend=backend
     )
     got = [o, *torch.autograd.grad(o, (q, k, v), do)]
-    wanted = expect(shape, [q, k, v, do], ids)
+    wanted = without_lse(expect(shape, [q, k, v, do], ids))
     assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) <= BOUNDS[torch.float32]
+    if backend == "reference":
+        for dlse in (False, True):
+            errors = errors_with_lse(replace(shape, dlse=dlse), [q, k, v, do], ids, backend)
+            assert max(errors) <= BOUNDS[torch.float32], errors
 
 
 def test_three_dimensions_and_what_is_saved() -> None:
     q, k, v = (torch.randn(2, 30, 16, requires_grad=True) for _ in range(3))
     o = FlashAttention.apply(q, k, v, True)
-    saved = [tuple(x.shape) for x in o.grad_fn.saved_tensors]
-    assert saved == [(2, 30, 16)] * 4 + [(2, 30)]
+    saved = o.grad_fn.saved_tensors
+    assert [tuple(x.shape) for x in saved] == [(2, 30, 16)] * 4 + [(2, 30)]
+    heads = [x.detach().double().unsqueeze(1) for x in (q, k, v)]
+    scores = (heads[0] @ heads[1].mT / 4).masked_fill(torch.ones(30, 30).triu(1) > 0, -math.inf)
+    natural = torch.logsumexp(scores, -1).squeeze(1)
+    assert error(saved[4], natural) <= BOUNDS[torch.float32]
     o.sum().backward()
-    wanted = plain_attention(*(x.detach().double().unsqueeze(1) for x in (q, k, v)), causal=True)
+    wanted = plain_attention(*heads, causal=True)
     assert error(o, wanted.squeeze(1)) <= BOUNDS[torch.float32]
     assert torch.equal(attention(q, k, v, causal=True, backend="reference"), o)
+    both = attention(q, k, v, causal=True, return_lse=True)  # torch's backends return no lse
+    assert torch.equal(both[0], o) and torch.equal(both[1], saved[4])
+    assert torch.equal(both[1].grad_fn.saved_tensors[4], saved[4])
 
 
 def test_compiles_into_one_graph_and_checkpoints() -> None:
     q, k, v = (torch.randn(1, 2, 30, 16, requires_grad=True) for _ in range(3))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, causal=True, backend="reference")
+        return attention(q, k, v, causal=True, backend="reference").sin().sum()
 
-    wanted = torch.autograd.grad(call(q, k, v).sin().sum(), (q, k, v))
-    whole = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for variant in (whole, lambda *x: checkpoint(call, *x, use_reentrant=False)):
-        got = torch.autograd.grad(variant(q, k, v).sin().sum(), (q, k, v))
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, lse = attention(q, k, v, causal=True, return_lse=True)
+        return o.sin().sum() + lse.cos().sum()
+
+    for call_it in (call, with_lse):
+        wanted = torch.autograd.grad(call_it(q, k, v), (q, k, v))
+        whole = torch.compile(call_it, backend="aot_eager", fullgraph=True)
+        for variant in (whole, lambda *x: checkpoint(call_it, *x, use_reentrant=False)):  # noqa: B023
+            got = torch.autograd.grad(variant(q, k, v), (q, k, v))
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_op_keeps_its_contract() -> None:
@@ -307,6 +378,11 @@ def test_nothing_to_see_gives_zeros() -> None:
     q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 0, 16)
     assert torch.equal(attention(q, k, k, causal=False), torch.zeros_like(q))
     assert attention(k, q, q, causal=True).shape == (1, 2, 0, 16)
+    o, lse = attention(q, k, k, causal=False, return_lse=True)
+    assert torch.equal(o, torch.zeros_like(q)) and torch.equal(
+        lse, torch.full((1, 2, 5), -math.inf)
+    )
+    assert attention(k, q, q, causal=True, return_lse=True)[1].shape == (1, 2, 0)
 
 
 GOOD = torch.zeros(2, 4, 8, 16)
@@ -327,6 +403,8 @@ BAD: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
     "ids-shape": (GOOD, GOOD, GOOD, {"segment_ids": torch.zeros(2, 9).int()}, "(batch, seq)"),
     "ids-dtype": (GOOD, GOOD, GOOD, {"segment_ids": torch.zeros(2, 8)}, "integers"),
     "cpu-cudnn": (GOOD, GOOD, GOOD, {"backend": "cudnn"}, "needs CUDA tensors"),
+    "lse-sdpa": (GOOD, GOOD, GOOD, {"backend": "sdpa", "return_lse": True}, "log-sum-exp"),
+    "lse-math": (GOOD, GOOD, GOOD, {"backend": "math", "return_lse": True}, "log-sum-exp"),
     "cpu-triton": (GOOD, GOOD, GOOD, {"backend": "triton"}, "cannot serve"),
 }
 
@@ -364,6 +442,9 @@ def test_dispatch_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(case(width=200)) == "flash"  # too wide for cudnn
     assert choose(case(keys=512, queries=512)) == "flash"  # no row
     assert choose(case(masked=True)) == "triton"
+    assert choose(case(lse=True)) == "triton"
+    assert choose(case(lse=True, width=512)) == "reference"
+    assert choose(case(lse=True, device=torch.device("cpu"))) == "reference"
     assert choose(case(keys=8192)) == "triton"  # unequal lengths under a causal mask
     assert choose(case(dtype=torch.float64, width=512, masked=True)) == "math"
     assert choose(case(device=torch.device("cpu"))) == "sdpa"

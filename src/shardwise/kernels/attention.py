@@ -3,13 +3,13 @@
 `attention` checks its inputs, asks `attention_backends` which backend is fastest for them, and
 calls that. The Triton backend is `FlashAttention` around the custom ops of `attention_ops`:
 torch.compile sees one node, and autograd keeps q, k, v, o and the log-sum-exp, nothing of size
-queries x keys.
+queries x keys. `attention(..., return_lse=True)` returns `(o, lse)`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ PRECISIONS = ("fp32", "tf32")
 SegmentIds = Tensor | tuple[Tensor, Tensor]
 
 
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
@@ -34,7 +35,39 @@ def attention(
     segment_ids: SegmentIds | None = None,
     precision: str | None = None,
     backend: str | None = None,
-) -> Tensor:
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: SegmentIds | None = None,
+    precision: str | None = None,
+    backend: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: SegmentIds | None = None,
+    precision: str | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the visible pairs.
 
     q is (batch, heads, queries, dim) and k, v are (batch, key/value heads, keys, dim), where each
@@ -49,8 +82,11 @@ def attention(
     precision    for fp32 inputs: "fp32", or "tf32" for faster products of 10 bits; default: what
                  torch.backends.cuda.matmul.allow_tf32 says
     backend      force one of `attention_backends.BACKENDS`; default: the fastest by its table
+    return_lse   return (o, lse): lse is the natural log of each query's sum of exp(score), in fp32,
+                 (batch, heads, queries), or (batch, queries) for inputs without heads, and can be
+                 differentiated. The backends "triton" and "reference" have it
 
-    A query that sees no key gives zeros, and gets a zero gradient.
+    A query that sees no key gives zeros and the lse -inf, and gets a zero gradient.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -66,13 +102,15 @@ def attention(
         raise ValueError(f"unknown precision {precision!r}: use one of {PRECISIONS}")
     ids = split_ids(segment_ids, q, k)
     if 0 in q.shape or 0 in k.shape:
-        return q * 0  # no query, or no key to see; stays in the graph
-    case = backends.Case.of(q, k, causal, window is not None, ids is not None, precision)
+        o = q * 0  # no query, or no key to see; stays in the graph
+        return (o, o.sum(-1, dtype=torch.float32) - math.inf) if return_lse else o
+    masked = (window is not None, ids is not None)
+    case = backends.Case.of(q, k, causal, *masked, precision, return_lse)
     chosen = backends.choose(case, backend)
     if chosen in ("triton", "reference"):
         q_ids, k_ids = ids or (None, None)
         return FlashAttention.apply(
-            q, k, v, causal, scale, window, q_ids, k_ids, precision, chosen == "triton"
+            q, k, v, causal, scale, window, q_ids, k_ids, precision, chosen == "triton", return_lse
         )
     if q.dim() == 3:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
@@ -84,7 +122,8 @@ class FlashAttention(torch.autograd.Function):
     """The kernels without the choice of a backend: `FlashAttention.apply(q, k, v, is_causal)`.
 
     Runs Triton where it can and the tiles in plain torch elsewhere. Saves q, k, v, o and the
-    log-sum-exp, which is (batch, queries) for (batch, seq, dim) inputs.
+    natural log-sum-exp, which is (batch, queries) for (batch, seq, dim) inputs. Returns o, or with
+    `return_lse` both.
     """
 
     @staticmethod
@@ -100,7 +139,8 @@ class FlashAttention(torch.autograd.Function):
         k_ids: Tensor | None = None,
         precision: str | None = None,
         triton: bool | None = None,
-    ) -> Tensor:
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         check(q, k, v)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         precision = precision or default_precision(q.dtype)
@@ -109,14 +149,14 @@ class FlashAttention(torch.autograd.Function):
         ctx.options = (is_causal, scale, window, precision, triton)
         o, lse = run_forward(q, k, v, q_ids, k_ids, *ctx.options)
         ctx.save_for_backward(q, k, v, o, lse, *(() if q_ids is None else (q_ids, k_ids)))
-        return o
+        return (o, lse) if return_lse else o
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, *ids = ctx.saved_tensors
-        grads = run_backward(q, k, v, o, lse, do, *(ids or (None, None)), *ctx.options)
-        return (*grads, *[None] * 7)
+        grads = run_backward(q, k, v, o, lse, do, dlse, *(ids or (None, None)), *ctx.options)
+        return (*grads, *[None] * 8)
 
 
 def default_precision(dtype: torch.dtype) -> str:

@@ -31,7 +31,9 @@ HOPPER_WIDTHS = (64, 128)
 # reaches, `k_first` and `k_last` the queries of a key.
 IDS = ("q_ids", "k_ids", "q_first", "q_last", "k_first", "k_last")
 FORWARD = ("q", "k", "v", "o", "lse", *IDS)
-BACKWARD = ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv", *IDS)
+BACKWARD = ("q", "k", "v", "o", "do", "lse", "dlse", "dq", "dk", "dv", *IDS)
+ROWS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+LINES = ("lse_log2", "delta")  # workspaces of backward
 STASH = ("ds", "dk_sum", "dv_sum")
 FACTORS = ("q", "k", "v", "do")
 PARTS = {"tf32": 2, "fp32": 3}  # bf16 parts of an fp32 factor, by precision
@@ -60,7 +62,7 @@ class Operands:
     ) -> None:
         self.places = {name: i for i, name in enumerate(names)}
         self.tensors = {
-            name: x if x is None or name in IDS else with_heads(x, name)
+            name: x.unsqueeze(1) if name in ROWS and x is not None and x.dim() == 3 else x
             for name, x in zip(names, tensors, strict=True)
         }
         q, k = self["q"], self["k"]
@@ -71,8 +73,7 @@ class Operands:
         self.block_d = block_d(q)
         self.mask, self.device = mask, q.device
         self.precision = precision
-        rows = [n for n in ("q", "k", "v", "o", "do", "dq", "dk", "dv") if n in self.tensors]
-        self.tma = tma_serves(*(self[n] for n in rows))
+        self.tma = tma_serves(*(self[n] for n in ROWS if n in self.tensors))
         self.hopper = (
             HAS_GLUON
             and not INTERPRETED
@@ -100,7 +101,7 @@ class Operands:
         return tiles.split and self["q"].dtype == torch.float32
 
     def split(self, plan: Plan) -> None:
-        """bf16 parts of the fp32 factors and, in backward, delta."""
+        """bf16 parts of the fp32 factors and, in backward, the lines."""
         parts = PARTS[self.precision]
         names = [n for n in FACTORS if n in self.tensors]
         for name in names:
@@ -109,13 +110,14 @@ class Operands:
             self.tma = self.tma and tma_serves(self[name + "_parts"])
         if "do" in self.tensors:
             arguments = [
-                *self.pointers(*FACTORS, "o", *(n + "_parts" for n in FACTORS), "delta"),
+                *self.pointers(*FACTORS, "o", "lse", "dlse"),
+                *self.pointers(*(n + "_parts" for n in FACTORS), "delta", "lse_log2"),
                 *self.strides(*FACTORS, "o"), self["delta"].stride(1),
             ]  # fmt: skip
         else:
             arguments = [
-                *self.pointers(*names), None, None, *self.pointers(*(n + "_parts" for n in names)),
-                None, None, *self.strides(*names), None, None, 0,
+                *self.pointers(*names), *[None] * 4, *self.pointers(*(n + "_parts" for n in names)),
+                *[None] * 3, *self.strides(*names), None, None, 0,
             ]  # fmt: skip
         arguments += [self.heads, self.H, self.M, self.N, self.D]
         grid = (triton.cdiv(max(self.M, self.N), 32), self.heads, 4)
@@ -158,12 +160,12 @@ class Operands:
         return made
 
     def lines(self, tiles: Tiles, tma: bool) -> list[Pointer | Tile]:
-        """lse and delta, a block of queries at a time."""
+        """lse_log2 and delta, a block of queries at a time."""
         return [
             Tile(self.places[n], line_descriptor(self[n], tiles.block_m))
             if tma
             else Pointer(self.places[n])
-            for n in ("lse", "delta")
+            for n in LINES
         ]
 
     def gluon(self, name: str, *block: int) -> Tile:
@@ -192,11 +194,3 @@ class Operands:
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def with_heads(x: Tensor, name: str) -> Tensor:
-    """A tensor without a dimension of heads gets one, of size 1."""
-    if name == "lse":  # its stride is used, and `unsqueeze` would not know of the rows' padding
-        B, row = x.shape[0], x.stride(0)
-        return x.as_strided((B, 1, x.shape[1]), (row, row, 1)) if x.dim() == 2 else x
-    return x.unsqueeze(1) if x.dim() == 3 else x

@@ -78,14 +78,22 @@ class Case:
     causal: bool
     masked: bool  # a window or segments
     precision: str
+    lse: bool = False  # wanted, not only o
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, causal: bool, window: bool, segments: bool, precision: str
+        cls,
+        q: Tensor,
+        k: Tensor,
+        causal: bool,
+        window: bool,
+        segments: bool,
+        precision: str,
+        lse: bool = False,
     ) -> Case:
         return cls(
             q.device, q.dtype, q.shape[-1], q.shape[-2], k.shape[-2], causal, window or segments,
-            precision,
+            precision, lse,
         )  # fmt: skip
 
 
@@ -113,6 +121,8 @@ def choose(case: Case, backend: str | None = None) -> str:
         if reason is not None:
             raise ValueError(f"the attention backend {backend!r} cannot serve: {reason}")
         return backend
+    if case.lse:  # torch's backends keep it to themselves
+        return "reference" if _refusal("triton", case) else "triton"
     if case.device.type != "cuda":
         return "math" if case.masked else "sdpa"
     # Of torch's backends these may sum gradients in an order that changes from run to run.
@@ -192,12 +202,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _refusal(backend: str, case: Case) -> str | None:
     """Why this backend cannot serve the case; None if it can."""
-    if backend in ("reference", "math"):
+    if backend == "reference":
         return None
     if backend == "triton":
         if case.width > MAX_WIDTH:
             return f"it takes head widths up to {MAX_WIDTH}, got {case.width}"
         return triton_refusal(case.device, case.dtype)
+    if case.lse:
+        return "it does not return the log-sum-exp; triton and reference do"
+    if backend == "math":
+        return None
     if case.masked:
         return "windows and segments need triton, math or reference"
     if backend == "sdpa":

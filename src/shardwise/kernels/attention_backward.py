@@ -2,8 +2,10 @@
 """The backward kernels: probabilities are made again from the log-sum-exp, nothing is M x N.
 
 With p = exp2(s - lse) and dp = do v^T, the gradient of the scores is ds = p * (dp - delta), where
-`delta` is the row sum of o * do; then dv = p^T do, dk = ds^T q and dq = ds k. There are two ways to
-arrange that, neither with atomics, so each gives the same bits every time:
+`delta` is the row sum of o * do; then dv = p^T do, dk = ds^T q and dq = ds k. `lse` is in base 2
+here: `attention_prepare` has turned it, once per row. Of a query that sees no key it is -inf and p
+is +inf, until the mask, which covers all of such a row, makes it zero. There are two ways to
+arrange the products, neither with atomics, so each gives the same bits every time:
 
 recompute  `dkdv_kernel` gives one program a block of keys and walks the queries, `dq_kernel` one
            program a block of queries and walks the keys. Both make s and dp: seven products where

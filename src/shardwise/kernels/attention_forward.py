@@ -4,11 +4,10 @@
 For each tile of scores the kernel keeps, per query, the running maximum `max_M`, the sum of
 exponentials `sum_M` under that maximum, and the weighted sum of values `acc_MD`; a new maximum
 scales the old sums down. Scores stay in base 2: `scale_log2` holds softmax scale times log2(e), so
-that one multiply-add and one exp2 make a probability. Out come `o` and `lse`, the base-2 log of
+that one multiply-add and one exp2 make a probability. Out come `o` and `lse`, the natural log of
 each query's sum, which is all that backward needs to make the probabilities again.
 
-A query that sees no key gets o = 0 and lse = +inf; with +inf the probabilities that backward makes
-are zero, and so is the query's gradient.
+A query that sees no key gets o = 0 and lse = -inf.
 """
 
 import triton
@@ -16,6 +15,7 @@ import triton.language as tl
 
 from shardwise.kernels.attention_tiles import (
     ANY_INTEGER,
+    LN2,
     factor,
     keys_of,
     load_factor,
@@ -70,7 +70,7 @@ def _walk(
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def forward_kernel(
     q, k, v, o, lse, q_ids, k_ids, first, last,
-    q_strides, k_strides, v_strides, o_strides, lse_stride,
+    q_strides, k_strides, v_strides, o_strides,
     scale_log2, heads, H, M, N, D, window, section,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_D: tl.constexpr,
@@ -127,10 +127,9 @@ def forward_kernel(
                 True, CAUSAL, WINDOW, SEGMENTS, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D, TMA, PRECISION,
             )  # fmt: skip
 
-    lse_M = max_M + tl.log2(sum_M)
+    lse_M = (max_M + tl.log2(sum_M)) * LN2
     if WINDOW or SEGMENTS:
-        lse_M = tl.where(sum_M == 0.0, float("inf"), lse_M)
         sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
     o_MD = acc_MD * (1.0 / sum_M)[:, None]
     store_rows(o, o_MD, b, h, m0, M, D, o_strides, BLOCK_M, BLOCK_D, TMA)
-    tl.store(lse + head.to(tl.int64) * lse_stride + m, lse_M, mask=m < M)
+    tl.store(lse + head.to(tl.int64) * M + m, lse_M, mask=m < M)

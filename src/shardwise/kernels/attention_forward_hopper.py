@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from shardwise.kernels.attention_tiles import ANY_INTEGER
+from shardwise.kernels.attention_tiles import ANY_INTEGER, LN2
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    o, lse, smem, q_bars, k_bars, v_bars, turn, tiles, heads, H, M, N, section, lse_stride,
+    o, lse, smem, q_bars, k_bars, v_bars, turn, tiles, heads, H, M, N, section,
     scale_log2, half: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -205,7 +205,8 @@ def _consume(
         count += 1
 
         head = (b * H + h).to(gl.int64)
-        gl.store(lse + head * lse_stride + m, max_M + gl.log2(sum_M), mask=m < M)
+        lse_M = (max_M + gl.log2(sum_M)) * LN2
+        gl.store(lse + head * M + m, lse_M, mask=m < M)
         o_MD = acc_MD * gl.convert_layout(1.0 / sum_M, rows)[:, None]
         tma.store_wait(0)  # the tile before may still be leaving the buffer
         gl.thread_barrier()
@@ -218,7 +219,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=ANY_INTEGER)
 def forward_hopper_kernel(
-    q, k, v, o, lse, lse_stride, scale_log2, heads, H, M, N, section,
+    q, k, v, o, lse, scale_log2, heads, H, M, N, section,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -262,11 +263,11 @@ def forward_hopper_kernel(
         [
             (_consume, (
                 o, lse, smem, q_bars, k_bars, v_bars, turn, tiles, heads, H, M, N, section,
-                lse_stride, scale_log2, 0, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES,
+                scale_log2, 0, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES,
             )),
             (_consume, (
                 o, lse, smem, q_bars, k_bars, v_bars, turn, tiles, heads, H, M, N, section,
-                lse_stride, scale_log2, 1, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES,
+                scale_log2, 1, CAUSAL, BLOCK_M, BLOCK_N, D, STAGES,
             )),
             (_produce, (
                 q, k, v, smem, q_bars, k_bars, v_bars, tiles, heads, H, M, N, section,

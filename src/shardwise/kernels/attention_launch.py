@@ -16,8 +16,8 @@ from torch import Tensor
 from shardwise.kernels.attention_arguments import Mask
 from shardwise.kernels.attention_calls import Plan
 from shardwise.kernels.attention_configs import Backward, Tiles
-from shardwise.kernels.attention_layout import contiguous_rows, new_lines
-from shardwise.kernels.attention_operands import ALIGNMENT, aligned_lines, on_device, reach
+from shardwise.kernels.attention_layout import contiguous_rows, new_lse
+from shardwise.kernels.attention_operands import ALIGNMENT, on_device, reach
 from shardwise.kernels.attention_plans import plan_backward, plan_forward
 
 __all__ = ["Mask", "backward", "forward"]
@@ -29,12 +29,12 @@ _plans: dict[Any, Plan] = {}
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, precision: str, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o like q, and the base-2 lse, (B, H, M) in fp32.
+    """o like q, and lse, (B, H, M) in fp32; -inf for a query that sees no key.
 
     Inputs are (B, heads, length, D), or (B, length, D) and lse then (B, M).
     """
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    o, lse = torch.empty_like(q), new_lines(q)
+    o, lse = torch.empty_like(q), new_lse(q)
     tensors = (q, k, v, o, lse, *_ids(mask))
     _run(plan_forward, tensors, 3, mask, precision, tiles)
     return o, lse
@@ -47,16 +47,18 @@ def backward(
     o: Tensor,
     lse: Tensor,
     do: Tensor,
+    dlse: Tensor | None,
     mask: Mask,
     precision: str,
     tiles: Backward | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, each like its input."""
+    """dq, dk, dv, each like its input; `dlse` is the gradient of lse, None if nothing used it."""
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    o, do, lse = contiguous_rows(o), contiguous_rows(do), aligned_lines(lse)
+    o, do, lse = contiguous_rows(o), contiguous_rows(do), lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    tensors = (q, k, v, o, do, lse, dq, dk, dv, *_ids(mask))
-    _run(plan_backward, tensors, 5, mask, precision, tiles)
+    tensors = (q, k, v, o, do, lse, dlse, dq, dk, dv, *_ids(mask))
+    _run(plan_backward, tensors, 7, mask, precision, tiles)
     return dq, dk, dv
 
 
@@ -83,7 +85,8 @@ def _run(
     aligned = not any(address % ALIGNMENT for address in addresses[:inputs] if address)
     key = (
         make, q.shape, k.shape, *[x.stride() for x in tensors[:inputs] if x is not None],
-        q.dtype, q.device, aligned, mask[:3], mask.q_ids is not None, precision, tiles,
+        q.dtype, q.device, aligned, mask[:3], precision, tiles,
+        addresses.count(None),  # ids are absent together, dlse alone
     )  # fmt: skip
     plan = _plans.get(key)
     with on_device(q):

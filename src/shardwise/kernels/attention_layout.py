@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LINE = 4  # fp32 numbers in 16 bytes
-
 
 def contiguous_rows(x: Tensor) -> Tensor:
     """x, copied only if the numbers of a row are not next to each other."""
@@ -18,12 +16,6 @@ def new_like(x: Tensor) -> Tensor:
     return torch.empty_like(contiguous_rows(x))
 
 
-def new_lines(q: Tensor) -> Tensor:
-    """An uninitialised fp32 number per query: (batch, heads, queries), or (batch, queries).
-
-    Each head's start is 16-byte aligned, as descriptors need it.
-    """
-    *outer, length, _ = q.shape
-    row = (length + LINE - 1) // LINE * LINE
-    strides = (outer[1] * row, row, 1) if len(outer) == 2 else (row, 1)
-    return torch.empty_strided((*outer, length), strides, dtype=torch.float32, device=q.device)
+def new_lse(q: Tensor) -> Tensor:
+    """An uninitialised fp32 number per query: (batch, heads, queries), or (batch, queries)."""
+    return q.new_empty(q.shape[:-1], dtype=torch.float32)

@@ -16,8 +16,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shardwise.kernels.attention_layout import LINE, new_lines
-
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -35,11 +33,12 @@ def block_d(q: Tensor) -> int:
     return max(16, triton.next_power_of_2(q.shape[-1]))
 
 
-def aligned_lines(x: Tensor) -> Tensor:
-    """x as `new_lines` lays it out; a copy only if something between has changed that."""
-    row = (x.shape[-1] + LINE - 1) // LINE * LINE
-    wanted = (x.shape[1] * row, row, 1) if x.dim() == 3 else (row, 1)
-    return x if x.stride() == wanted else new_lines(x.unsqueeze(-1)).copy_(x)
+def new_lines(B: int, H: int, M: int) -> Tensor:
+    """The layout of a workspace (B, H, M) in fp32, where each head's start is aligned."""
+    room = ALIGNMENT // torch.float32.itemsize
+    row = triton.cdiv(M, room) * room
+    strides = (H * row, row, 1)
+    return torch.empty_strided((B, H, M), strides, dtype=torch.float32, device="meta")
 
 
 def reach(ids: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -7,7 +7,6 @@ Eager calls leave the dispatcher out altogether (`run_forward`, `run_backward`).
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.kernels.attention_layout import new_like, new_lines
+from shardwise.kernels.attention_layout import new_like, new_lse
 from shardwise.kernels.attention_reference import tiled_backward, tiled_forward
 
-LN2 = math.log(2)
 MASK = (
     "Tensor? q_ids, Tensor? k_ids, bool causal, float scale, int? window, str precision, "
     "bool triton"
@@ -30,7 +28,7 @@ _library.define(
 )
 _library.define(
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, "
-    f"{MASK}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? dlse, {MASK}) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -47,7 +45,7 @@ def _forward(
     precision: str,
     triton: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o and the base-2 log-sum-exp; inputs are (batch, heads, seq, dim) or (batch, seq, dim)."""
+    """o and the log-sum-exp; inputs are (batch, heads, seq, dim) or (batch, seq, dim)."""
     if triton:
         launch = _launch()
         return launch.forward(q, k, v, launch.Mask(causal, scale, window, q_ids, k_ids), precision)
@@ -56,7 +54,7 @@ def _forward(
         causal=causal, scale=scale, window=window, q_ids=q_ids, k_ids=k_ids,
     )  # fmt: skip
     o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
-    return new_like(q).copy_(o), new_lines(q).copy_(lse / LN2)
+    return new_like(q).copy_(o), new_lse(q).copy_(lse)
 
 
 def _backward(
@@ -66,6 +64,7 @@ def _backward(
     o: Tensor,
     lse: Tensor,
     do: Tensor,
+    dlse: Tensor | None,
     q_ids: Tensor | None,
     k_ids: Tensor | None,
     causal: bool,
@@ -78,12 +77,12 @@ def _backward(
     if triton:
         launch = _launch()
         mask = launch.Mask(causal, scale, window, q_ids, k_ids)
-        return launch.backward(q, k, v, o, lse, do, mask, precision)
+        return launch.backward(q, k, v, o, lse, do, dlse, mask, precision)
     if q.dim() == 3:
-        lse = lse.unsqueeze(1)
+        lse, dlse = lse.unsqueeze(1), None if dlse is None else dlse.unsqueeze(1)
     q4, k4, v4, o4, do4 = _with_heads(q, k, v, o, do)
     grads = tiled_backward(
-        q4, k4, v4, o4, lse * LN2, do4, causal=causal, scale=scale, window=window,
+        q4, k4, v4, o4, lse, do4, dlse, causal=causal, scale=scale, window=window,
         q_ids=q_ids, k_ids=k_ids,
     )  # fmt: skip
     dq, dk, dv = (
@@ -110,16 +109,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.options = options
 
 
-def _differentiate(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     *saved, q_ids, k_ids = ctx.saved_tensors
-    grads = attention_backward_op(*saved, do, q_ids, k_ids, *ctx.options)
+    grads = attention_backward_op(*saved, do, dlse, q_ids, k_ids, *ctx.options)
     return (*grads, *[None] * 7)
 
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "shardwise::attention", lambda q, *_: (new_like(q), new_lines(q)), lib=_library
+    "shardwise::attention", lambda q, *_: (new_like(q), new_lse(q)), lib=_library
 )
 torch.library.register_fake(
     "shardwise::attention_backward",

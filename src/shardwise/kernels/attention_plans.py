@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from shardwise.kernels.attention_arguments import (
     BACKWARD,
     FORWARD,
     IDS,
+    LINES,
     STASH,
     Mask,
     Operands,
@@ -29,21 +29,22 @@ from shardwise.kernels.attention_backward import (
 from shardwise.kernels.attention_calls import Plan
 from shardwise.kernels.attention_configs import Backward, Stash, Tiles
 from shardwise.kernels.attention_forward import forward_kernel
-from shardwise.kernels.attention_layout import new_lines
 from shardwise.kernels.attention_operands import (
     HAS_GLUON,
     gluon_line_descriptor,
     memory,
+    new_lines,
     processors,
 )
-from shardwise.kernels.attention_prepare import delta_kernel
+from shardwise.kernels.attention_prepare import lines_kernel
+from shardwise.kernels.attention_tiles import LOG2E as LOG2E_IN_KERNELS
 from shardwise.kernels.launches import Launch, Tile
 
 if HAS_GLUON:
     from shardwise.kernels.attention_backward_hopper import dkdv_hopper_kernel
     from shardwise.kernels.attention_forward_hopper import forward_hopper_kernel
 
-LOG2E = math.log2(math.e)
+LOG2E = LOG2E_IN_KERNELS.value
 
 
 def plan_forward(
@@ -75,13 +76,12 @@ class _Planner(Operands):
         together = max(configs.MIN_HEADS, configs.HEADS_CACHE_BYTES // kv_bytes * self.group)
         section = min(self.heads, together)
         programs = triton.cdiv(self.M, tiles.block_m) * self.heads
-        line_stride = self["lse"].stride(1)
         if tiles.hopper:
             half = tiles.block_m // 2
             arguments: list[Any] = [
                 self.gluon("q", half), self.gluon("k", tiles.block_n),
                 self.gluon("v", tiles.block_n), self.gluon("o", half), *self.pointers("lse"),
-                line_stride, mask.scale * LOG2E, self.heads, self.H, self.M, self.N, section,
+                mask.scale * LOG2E, self.heads, self.H, self.M, self.N, section,
             ]  # fmt: skip
             return Launch(
                 forward_hopper_kernel, (min(programs, processors(self.device)),), arguments,
@@ -93,7 +93,7 @@ class _Planner(Operands):
         arguments = [
             *self.rows(names, "mnnm", tiles, tma),
             *self.pointers("lse", "q_ids", "k_ids", "q_first", "q_last"),
-            *self.strides(*names), line_stride, mask.scale * LOG2E,
+            *self.strides(*names), mask.scale * LOG2E,
             self.heads, self.H, self.M, self.N, self.D, mask.window or 0, section,
         ]  # fmt: skip
         return Launch(
@@ -104,11 +104,12 @@ class _Planner(Operands):
     def backward(self, tiles: Backward | None) -> Plan:
         tiles = tiles or configs.backward_tiles(*self.choice)
         plan = Plan()
-        self.space(plan, "delta", new_lines(meta(self["q"].shape, self["q"].dtype)))
+        for name in LINES:
+            self.space(plan, name, new_lines(self.B, self.H, self.M))
         if self.splits(tiles.dkdv) or self.splits(tiles.dq):
             self.split(plan)
         else:
-            plan.launches.append(self.delta())
+            plan.launches.append(self.make_lines())
         stash = tiles.stash
         if (
             stash is not None
@@ -127,13 +128,13 @@ class _Planner(Operands):
             ]
         return plan
 
-    def delta(self) -> Launch:
+    def make_lines(self) -> Launch:
         arguments = [
-            *self.pointers("o", "do", "delta"), *self.strides("o", "do"),
-            self["delta"].stride(1), self.H, self.M, self.D,
+            *self.pointers("o", "do", "lse", "dlse", "delta", "lse_log2"),
+            *self.strides("o", "do"), self["delta"].stride(1), self.H, self.M, self.D,
         ]  # fmt: skip
         grid = (triton.cdiv(self.M, 64), self.heads)
-        return Launch(delta_kernel, grid, arguments, BLOCK_M=64, BLOCK_D=self.block_d)
+        return Launch(lines_kernel, grid, arguments, BLOCK_M=64, BLOCK_D=self.block_d)
 
     def with_stash(self, plan: Plan, tiles: Tiles, stash: Stash) -> None:
         """dk, dv and ds chunk by chunk, for as many heads at a time as the workspace holds."""
@@ -174,8 +175,7 @@ class _Planner(Operands):
         if tiles.hopper:
             half = tiles.block_n // 2
             lines = [
-                Tile(self.places[n], gluon_line_descriptor(self[n], tiles.block_m))
-                for n in ("lse", "delta")
+                Tile(self.places[n], gluon_line_descriptor(self[n], tiles.block_m)) for n in LINES
             ]
             arguments = [
                 self.gluon("q", tiles.block_m), self.gluon("k", half), self.gluon("v", half),
@@ -195,7 +195,7 @@ class _Planner(Operands):
             *self.rows(("dk", "dv"), "nn", tiles, tma),
             *self.pointers("q_ids", "k_ids", "k_first", "k_last"),
             self.stash_tile(tiles) if stash else None,
-            *sums, *self.strides(*names, "dk", "dv"), self["lse"].stride(1),
+            *sums, *self.strides(*names, "dk", "dv"), self["delta"].stride(1),
             *scales, head, heads, self.H, self.M, self.N, self.D, mask.window or 0, lo, hi,
         ]  # fmt: skip
         return Launch(
@@ -208,9 +208,9 @@ class _Planner(Operands):
         names = self.factors(tiles, "q", "k", "v", "do", "dq")
         rows = self.rows(names, "mnnmm", tiles, tma)
         arguments = [
-            *rows[:4], *self.pointers("lse", "delta"), rows[4],
+            *rows[:4], *self.pointers(*LINES), rows[4],
             *self.pointers("q_ids", "k_ids", "q_first", "q_last"),
-            *self.strides(*names), self["lse"].stride(1),
+            *self.strides(*names), self["delta"].stride(1),
             mask.scale, mask.scale * LOG2E, self.heads, self.H, self.M, self.N, self.D,
             mask.window or 0,
         ]  # fmt: skip
@@ -228,9 +228,9 @@ class _Planner(Operands):
         arguments = [
             *self.rows(names, "mnnm", dkdv, tma), *self.lines(dkdv, tma),
             *self.rows(("dk", "dv"), "nn", dkdv, tma),
-            *self.rows(names, "mnnm", dq, tma), *self.pointers("lse", "delta"),
+            *self.rows(names, "mnnm", dq, tma), *self.pointers(*LINES),
             *self.rows(("dq",), "m", dq, tma), *self.pointers(*IDS),
-            *self.strides(*names, "dk", "dv", "dq"), self["lse"].stride(1),
+            *self.strides(*names, "dk", "dv", "dq"), self["delta"].stride(1),
             mask.scale, mask.scale * LOG2E, self.heads, self.H, self.M, self.N, self.D,
             mask.window or 0,
         ]  # fmt: skip

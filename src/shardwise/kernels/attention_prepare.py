@@ -1,7 +1,8 @@
 # mypy: ignore-errors
-"""What runs ahead of the attention kernels: `delta`, and fp32 factors as bf16 parts.
+"""What runs ahead of the attention kernels: backward's lines, and fp32 factors as bf16 parts.
 
-delta  the row sums of o * do, in fp32, that backward subtracts
+lines  two fp32 numbers per query: `delta`, the row sum of o * do, less the gradient of lse if it
+       has one; and `lse_log2`, lse in the base that the kernels count in
 parts  an fp32 number is the sum of three bf16 numbers, and of two to 16 bits. The parts of head h
        are heads PARTS * h and following of a tensor (B, PARTS * heads, length, D).
 """
@@ -9,12 +10,12 @@ parts  an fp32 number is the sum of three bf16 numbers, and of two to 16 bits. T
 import triton
 import triton.language as tl
 
-from shardwise.kernels.attention_tiles import ANY_INTEGER, load_rows, split
+from shardwise.kernels.attention_tiles import ANY_INTEGER, LOG2E, load_line, load_rows, split
 
 
 @triton.jit
-def _store_delta(
-    o, do_MD, delta, o_strides, delta_stride, head, m0, H, M, D,
+def _store_lines(
+    o, do_MD, lse, dlse, delta, lse_log2, o_strides, line_stride, head, m0, H, M, D,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     m = m0 + tl.arange(0, BLOCK_M)
@@ -22,7 +23,12 @@ def _store_delta(
         o, head // H, head % H, m0, M, D, o_strides, BLOCK_M, BLOCK_D, False, False, False
     )
     delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
-    tl.store(delta + head.to(tl.int64) * delta_stride + m, delta_M, mask=m < M)
+    if dlse is not None:
+        delta_M -= load_line(dlse, head, m0, M, M, BLOCK_M, False)
+    lse_M = load_line(lse, head, m0, M, M, BLOCK_M, False) * LOG2E
+    line = head.to(tl.int64) * line_stride + m
+    tl.store(delta + line, delta_M, mask=m < M)
+    tl.store(lse_log2 + line, lse_M, mask=m < M)
 
 
 @triton.jit
@@ -42,8 +48,8 @@ def _store_parts(
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
-def delta_kernel(
-    o, do, delta, o_strides, do_strides, delta_stride, H, M, D,
+def lines_kernel(
+    o, do, lse, dlse, delta, lse_log2, o_strides, do_strides, line_stride, H, M, D,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -51,16 +57,19 @@ def delta_kernel(
     do_MD = load_rows(
         do, head // H, head % H, m0, M, D, do_strides, BLOCK_M, BLOCK_D, False, False, False
     )
-    _store_delta(o, do_MD, delta, o_strides, delta_stride, head, m0, H, M, D, BLOCK_M, BLOCK_D)
+    _store_lines(
+        o, do_MD, lse, dlse, delta, lse_log2, o_strides, line_stride,
+        head, m0, H, M, D, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def split_kernel(
-    q, k, v, do, o, q_parts, k_parts, v_parts, do_parts, delta,
-    q_strides, k_strides, v_strides, do_strides, o_strides, delta_stride, heads, H, M, N, D,
+    q, k, v, do, o, lse, dlse, q_parts, k_parts, v_parts, do_parts, delta, lse_log2,
+    q_strides, k_strides, v_strides, do_strides, o_strides, line_stride, heads, H, M, N, D,
     GROUP: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """All factors of a pass, and delta, in one launch; forward has no `do`, `o` and `delta`."""
+    """All factors of a pass, and backward's lines, in one launch; forward has no `do` and lines."""
     which = tl.program_id(2)
     head = tl.program_id(1)
     m0 = tl.program_id(0) * BLOCK_M
@@ -73,9 +82,10 @@ def split_kernel(
         if do is not None:
             do_MD = load_rows(do, b, h, m0, M, D, do_strides, BLOCK_M, BLOCK_D, False, False, False)
             _store_parts(do_MD, do_parts, head, m0, M, D, PARTS, BLOCK_M, BLOCK_D)
-            _store_delta(
-                o, do_MD, delta, o_strides, delta_stride, head, m0, H, M, D, BLOCK_M, BLOCK_D
-            )
+            _store_lines(
+                o, do_MD, lse, dlse, delta, lse_log2, o_strides, line_stride,
+                head, m0, H, M, D, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
     elif head < heads // GROUP:
         b = head // (H // GROUP)
         g = head % (H // GROUP)

@@ -11,9 +11,12 @@ backward  p = exp(score - lse) is one tile's softmax again, without its neighbou
           o = p v follow dv = p^T do and dp = do v^T; the softmax turns dp into
           ds = p * (dp - delta), where delta = sum(p * dp) over a row = sum(o * do), so it too needs
           no neighbour; and score = scale * q k^T gives dq = scale * ds k, dk = scale * ds^T q.
+          The gradient of lse itself is p, so a loss that uses lse adds p * dlse to ds: dlse is
+          taken off delta.
 
 Letters of the shape suffixes: B batch, G key/value heads, R query heads per key/value head, M
-queries, N keys, D width of one head. Here exp and log are natural; the kernels work in base 2.
+queries, N keys, D width of one head. exp and log are natural, here and in every lse that is handed
+out; inside, the kernels work in base 2.
 """
 
 from __future__ import annotations
@@ -59,17 +62,23 @@ def plain_attention(
     segment_ids: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The definition, on (batch, heads, seq, dim), in the dtype of the inputs; differentiable."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    q_BGRMD = _group(q, k)
-    k_BGRND, v_BGRND = k.unsqueeze(2), v.unsqueeze(2)
-    m = torch.arange(q.shape[2], device=q.device)
-    n = torch.arange(k.shape[2], device=q.device)
-    seen = visible_pairs(m, n, causal, window, *(segment_ids or (None, None)))
-    s = (q_BGRMD @ k_BGRND.transpose(-1, -2)) * scale
-    # A query that sees nothing would be 0 / 0: it gets any finite softmax, and then none of it.
-    s = s.masked_fill(~seen, torch.finfo(s.dtype).min)
+    s, seen = _scores(q, k, causal, scale, window, segment_ids)
     p = torch.softmax(s, dim=-1).masked_fill(~seen, 0.0)
-    return (p @ v_BGRND).flatten(1, 2)
+    return (p @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def plain_lse(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The log of the sum that `plain_attention` divides by, (batch, heads, queries)."""
+    s, seen = _scores(q, k, causal, scale, window, segment_ids)
+    return torch.logsumexp(s, dim=-1).masked_fill(~seen.any(-1), -math.inf).flatten(1, 2)
 
 
 def tiled_forward(
@@ -84,7 +93,10 @@ def tiled_forward(
     k_ids: Tensor | None = None,
     block: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """o like q, and lse as (batch, heads, queries) in fp32 (fp64 for fp64 inputs)."""
+    """o like q, and lse as (batch, heads, queries) in fp32 (fp64 for fp64 inputs).
+
+    A query that sees nothing has lse = log(0) = -inf.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     q_BGRMD = _group(q, k).to(wide)
     k_BGRND, v_BGRND = k.unsqueeze(2).to(wide), v.unsqueeze(2).to(wide)
@@ -109,10 +121,8 @@ def tiled_forward(
             total = total * shrink + p.sum(-1)
             acc = acc * shrink[..., None] + p @ v_BGRND[..., n, :]
             largest = now
-        empty = total == 0
-        o_BGRMD[..., m, :] = acc / total.masked_fill(empty, 1.0)[..., None]
-        # +inf for a query that saw nothing: exp(score - inf) = 0 in backward.
-        lse_BGRM[..., m] = (largest + total.log()).masked_fill(empty, math.inf)
+        o_BGRMD[..., m, :] = acc / total.masked_fill(total == 0, 1.0)[..., None]
+        lse_BGRM[..., m] = largest + total.log()
     return o_BGRMD.flatten(1, 2).to(q.dtype), lse_BGRM.flatten(1, 2)
 
 
@@ -123,6 +133,7 @@ def tiled_backward(
     o: Tensor,
     lse: Tensor,
     do: Tensor,
+    dlse: Tensor | None = None,
     *,
     causal: bool,
     scale: float,
@@ -137,6 +148,8 @@ def tiled_backward(
     k_BGRND, v_BGRND = k.unsqueeze(2).to(wide), v.unsqueeze(2).to(wide)
     lse_BGRM = lse.unflatten(1, (k.shape[1], -1)).to(wide)
     delta_BGRM = (o_BGRMD * do_BGRMD).sum(-1)
+    if dlse is not None:
+        delta_BGRM -= dlse.unflatten(1, (k.shape[1], -1))
     dq_BGRMD = torch.zeros_like(q_BGRMD)
     dk_BGRND, dv_BGRND = torch.zeros_like(k_BGRND), torch.zeros_like(v_BGRND)
     for n in torch.arange(k.shape[2], device=q.device).split(block):
@@ -148,6 +161,7 @@ def tiled_backward(
                 continue
             q_tile, do_tile = q_BGRMD[..., m, :], do_BGRMD[..., m, :]
             s = (q_tile @ k_tile.transpose(-1, -2)) * scale
+            # lse is -inf where a query sees nothing: all of its row is masked.
             p = torch.exp(s - lse_BGRM[..., m, None]).masked_fill(~seen, 0.0)
             dp = do_tile @ v_tile.transpose(-1, -2)
             ds = p * (dp - delta_BGRM[..., m, None])
@@ -158,6 +172,24 @@ def tiled_backward(
         dk_BGRND[..., n, :], dv_BGRND[..., n, :] = dk, dv
     dq = dq_BGRMD.flatten(1, 2).to(q.dtype)
     return dq, dk_BGRND.squeeze(2).to(k.dtype), dv_BGRND.squeeze(2).to(v.dtype)
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    segment_ids: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """All scores, (B, G, R, M, N), and which of them count."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    m = torch.arange(q.shape[2], device=q.device)
+    n = torch.arange(k.shape[2], device=q.device)
+    seen = visible_pairs(m, n, causal, window, *(segment_ids or (None, None)))
+    s = (_group(q, k) @ k.unsqueeze(2).transpose(-1, -2)) * scale
+    # A query that sees nothing would be 0 / 0: it gets any finite softmax, and then none of it.
+    return s.masked_fill(~seen, torch.finfo(s.dtype).min), seen
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:

@@ -19,13 +19,18 @@ addresses, and rows outside the tensor read as zero and are not written. (mypy s
 the other kernels: their bodies are Triton's language, not Python's.)
 """
 
+import math
+
 import triton
 import triton.language as tl
+
+LN2 = tl.constexpr(math.log(2))
+LOG2E = tl.constexpr(math.log2(math.e))
 
 # Triton compiles a kernel anew when one of its integers turns into 1 or a multiple of 16. For these
 # that gains nothing, and every sequence length would be compiled for.
 ANY_INTEGER = [
-    "heads", "H", "M", "N", "window", "section", "lse_stride", "line_stride", "delta_stride",
+    "heads", "H", "M", "N", "window", "section", "line_stride",
     "head_lo", "chunk_lo", "chunk_hi",
 ]  # fmt: skip
 
