@@ -23,7 +23,7 @@ from shardwise.comms.lanes import Lanes
 from shardwise.planning.plan import Plan
 from shardwise.runtime import guard
 from shardwise.runtime.agreement import Agreement
-from shardwise.runtime.hooks import Node
+from shardwise.runtime.hooks import Hold, Node
 from shardwise.runtime.order import Order
 from shardwise.runtime.policy import Policy
 from shardwise.runtime.reduce import Reducer
@@ -51,6 +51,7 @@ class Engine:
         # This backward's units, in the order in which their gradients were complete.
         self.ready: list[Unit] = []
         self.reduced = 0  # how many of reduce_order are issued in this backward
+        self.hold = Hold(self)  # of the forward that runs, or ran last
         self.awaits_backward = False  # a forward has run to train, and no backward since
         self.backward_runs = False
         self.last_backward = True  # False: a later one of this step waits for the sums
@@ -121,6 +122,7 @@ class Engine:
             self.structure.check(self.policy.may_grow)
             self._begin_step(node.units[:1])
         self.forward_order.begin()
+        self.hold = Hold(self)
 
     def _begin_step(self, first: Sequence[Unit]) -> None:
         """Look after all units. What the outermost module needs at once is sent for before the

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,16 +116,21 @@ class Node:
                     return
                 watch = getattr(tensor, "_shardwise_watch", None)
                 if watch is None:
-                    watch = Watch(None)
+                    watch = self._watch()
                     tensor.register_hook(watch)
                 for unit in units:
                     unit.open_inputs += 1
-                    watch.consumers.append(partial(self._input_done, unit))
+                    watch.consumers.append((weakref.ref(self), weakref.ref(unit)))
                 return  # the first input tells
         for unit in units:
             unit.untracked += 1
 
-    def _input_done(self, unit: Unit) -> None:
+    def _watch(self) -> Watch:
+        assert self.engine is not None
+        return Watch(self.engine.hold)
+
+    def input_done(self, unit: Unit) -> None:
+        """The gradient of an input of `unit`'s module is complete."""
         unit.open_inputs -= 1
         if unit.open_inputs <= 0:
             assert self.engine is not None
@@ -150,10 +155,13 @@ class Node:
             if base is not None and base.grad_fn is not None:
                 # Changing a view in place takes it, with its hooks, out of the graph; what made
                 # its base stays there.
-                base.grad_fn.register_prehook(self._before_node)
-                watch = Watch(None)
+                before = self._watch()
+                before.producer = weakref.ref(self)
+                base.grad_fn.register_prehook(before)
+                watch = self._watch()
             else:
-                watch = Watch(self._before_backward)
+                watch = self._watch()
+                watch.producer = weakref.ref(self)
             tensor.register_hook(watch)
             tensor._shardwise_watch = watch  # type: ignore[attr-defined]
         for unit in self.units:
@@ -197,10 +205,8 @@ class Node:
                 "the Plan)",
             )
 
-    def _before_node(self, gradients: Any) -> None:
-        self._before_backward()
-
-    def _before_backward(self) -> None:
+    def before_backward(self) -> None:
+        """The gradient of an output of this module is complete."""
         engine = self.engine
         assert engine is not None
         engine.open_backward()
@@ -210,17 +216,32 @@ class Node:
             engine.before_backward(unit)
 
 
-class Watch:
-    """A tensor hook: its gradient is complete, so those who consumed it are done and its producer
-    is next.
+class Hold:
+    """Keeps an engine alive for the backward of one forward, whose graph may outlive the model.
+    When that backward begins it lets go: a loss that somebody keeps does not keep the model.
     """
 
-    def __init__(self, producer: Callable[[], None] | None) -> None:
-        self.producer = producer
-        self.consumers: list[Callable[[], None]] = []
+    def __init__(self, engine: Engine) -> None:
+        self.engine: Engine | None = engine
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        for done in self.consumers:
-            done()
-        if self.producer is not None:
-            self.producer()
+
+class Watch:
+    """A tensor's or a node's hook: its gradient is complete, so those who consumed it are done and
+    its producer is next. torch keeps hooks where Python's collector cannot look, for as long as the
+    graph is there, so they keep nothing but the `Hold`.
+    """
+
+    def __init__(self, hold: Hold) -> None:
+        self.hold = hold
+        self.producer: weakref.ref[Node] | None = None
+        self.consumers: list[tuple[weakref.ref[Node], weakref.ref[Unit]]] = []
+
+    def __call__(self, gradient: Any) -> None:
+        for node_of, unit_of in self.consumers:
+            node, unit = node_of(), unit_of()
+            if node is not None and unit is not None:
+                node.input_done(unit)
+        node = self.producer() if self.producer is not None else None
+        if node is not None:
+            node.before_backward()
+        self.hold.engine = None  # what the running backward needs is kept by its end's callback
