@@ -26,6 +26,15 @@ def test_ratios_are_ours_over_theirs():
     theirs = Side.of([Sample(8, 4)], peak_bytes=20)
     row = Row.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
     assert (row.step_ratio, row.cpu_ratio, row.memory_ratio) == (0.5, 0.25, 1.5)
+    assert row.device_ratio is None and row.reserved_ratio is None  # no device told of them
+
+
+def test_a_device_has_a_time_of_its_own_and_a_reserve():
+    ours = Side.of([Sample(9, 9)], 30, device=[3, 1, 2], reserved_bytes=80)
+    theirs = Side.of([Sample(9, 9)], 30, device=[8], reserved_bytes=40)
+    row = Row.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
+    assert (row.step_ratio, row.device_ratio, row.reserved_ratio) == (1, 0.25, 2)
+    assert (ours.device_ms, ours.device_spread_ms) == (2, 2)
 
 
 def test_candidates_take_turns_after_their_warm_up():
@@ -43,6 +52,7 @@ def test_the_environment_is_recorded():
     found = benchmark.describe_environment()
     assert found["torch"] == torch.__version__
     assert found["commit"] and found["cpu"] and found["cores"] >= 1
+    assert found["virtual"] in (True, False)
     assert benchmark.describe_environment("abc")["commit"] == "abc"
 
 

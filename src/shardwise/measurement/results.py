@@ -21,7 +21,7 @@ def print_table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> None
     table = Table(title="one training step, shardwise against torch")
     for name in ("case", "strategy", "peer"):
         table.add_column(name)
-    for name in ("ours ms", "theirs ms", "step", "cpu", "memory", "parity"):
+    for name in ("ours ms", "theirs ms", "step", "device", "cpu", "memory", "reserved", "parity"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -29,7 +29,7 @@ def print_table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> None
             row["strategy"],
             row["peer"],
             *(f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES),
-            *(f"{row[name]:.2f}" for name in ("step_ratio", "cpu_ratio", "memory_ratio")),
+            *("-" if row[name] is None else f"{row[name]:.2f}" for name in RATIOS),
             "-" if row["parity"] is None else f"{row['parity']:.0e}",
         )
     console = print_on_console(table, environment)
@@ -53,3 +53,4 @@ def print_on_console(table: Any, environment: dict[str, Any], width: int = 110) 
 
 
 SIDES = ("ours", "theirs")
+RATIOS = ("step_ratio", "device_ratio", "cpu_ratio", "memory_ratio", "reserved_ratio")
