@@ -306,6 +306,38 @@ def test_help_teaches(capsys):
         assert re.search(r"examples:\n  shardwise bench " + name, text) and "--resume" in text
 
 
+NOT_OURS = {
+    "empty": "",
+    "not JSON": "[1, ",
+    "a JSON list": "[]",
+    "without an `environment`": "{}",
+    "without a list of `rows`": '{"environment": {}, "rows": {}}',
+}
+
+
+@pytest.mark.parametrize("what", NOT_OURS)
+def test_a_file_that_is_not_ours_is_told_in_words(what, tmp_path, capsys):
+    """Every benchmark that goes on with a file, and the page of accuracy with those beside it."""
+    path = tmp_path / "given.json"
+    path.write_text(NOT_OURS[what])
+    resumed = ["forward-backward", "memory", "compile", "overlap", "attention"]
+    commands = [[name, "--quick", "--resume", "--json", str(path)] for name in resumed]
+    commands[1:2] = [["memory", "--resume", "--json", str(path), "--plot", str(tmp_path / "p.svg")]]
+    commands.append(["accuracy", "--simulated", "--json", str(path)])
+    for words in commands:
+        assert main(["bench", *words]) == 2, words
+        said = capsys.readouterr().err
+        assert f"{path} is no result of a benchmark, it is {what}" in said, said
+    assert path.read_text() == NOT_OURS[what]
+
+
+def test_rows_of_another_benchmark_are_not_mixed_in(tmp_path):
+    path = tmp_path / "rows.json"
+    RowFile(path, CPU | {"command": "shardwise bench step --quick"}).add({"key": "a"})
+    with pytest.raises(UserError, match="benchmark step, this run has overlap"):
+        RowFile(path, CPU | {"command": "shardwise bench overlap"}, resume=True)
+
+
 # The page
 
 

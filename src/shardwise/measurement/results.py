@@ -1,10 +1,51 @@
-"""What a benchmark leaves: a JSON file, and a table."""
+"""What a benchmark leaves: a JSON file, and a table; and such a file read again."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from shardwise.errors import UserError
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Error if nothing can be written there, before anything is measured."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder: give the name of a file")
+
+
+def read_json(path: Path, option: str = "--json") -> dict[str, Any]:
+    """What `write_json` or a `RowFile` wrote; an error in words if the file is none of theirs."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        wrong = _find_fault(json.loads(text)) if text.strip() else "empty"
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        wrong = f"not JSON ({error})"
+    if wrong:
+        raise UserError(
+            f"{option} {path} is no result of a benchmark, it is {wrong}: name another file, or "
+            "remove this one"
+        )
+    return dict(json.loads(text))
+
+
+def _find_fault(found: Any) -> str:
+    """What keeps a JSON value from being a benchmark's result; nothing if it is one."""
+    if not isinstance(found, dict):
+        return f"a JSON {type(found).__name__}"
+    if not isinstance(found.get("environment"), dict):
+        return "without an `environment`"
+    rows = found.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return "without a list of `rows`"
+    return ""
 
 
 def write_json(
@@ -32,7 +73,7 @@ def print_table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> None
             *("-" if row[name] is None else f"{row[name]:.2f}" for name in RATIOS),
             "-" if row["parity"] is None else f"{row['parity']:.0e}",
         )
-    console = print_on_console(table, environment)
+    console = print_on_console(table, environment, width=130)
     if any(row["settings"]["network"].startswith("emulated") for row in rows):
         console.print("h200 rows: emulated network; values are fabricated, times are not")
 

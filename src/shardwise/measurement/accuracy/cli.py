@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,6 +89,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
     from shardwise.measurement.accuracy import rows as accuracy
     from shardwise.measurement.accuracy.docs import write_docs
     from shardwise.measurement.benchmark import describe_environment
+    from shardwise.measurement.results import read_json
 
     command = "shardwise " + " ".join(
         Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]
@@ -104,7 +104,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
         write_docs(
             arguments.docs,
             {"environment": results.environment, "rows": results.rows, "sweep": results.sweep},
-            *(json.loads(path.read_text()) for path in arguments.beside),
+            *(read_json(path, "--beside") for path in arguments.beside),
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError, nearest
+from shardwise.measurement.results import check_file
 
 if TYPE_CHECKING:
     import torch
@@ -110,12 +111,10 @@ def emulate(arguments: argparse.Namespace) -> None:
     rank, world = arguments.rank, plan.world
     if not 0 <= rank < world:
         raise UserError(f"--rank {rank}: expected 0 to {world - 1} of {world} ranks")
-    for path in (arguments.json, arguments.out):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}")
-    if arguments.json is not None and arguments.json.is_dir():
-        raise UserError(f"--json {arguments.json} is a folder: give the name of a file")
+    check_file("--json", arguments.json)
     if arguments.out is not None:
+        if not arguments.out.parent.is_dir():
+            raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
         try:
             arguments.out.mkdir(exist_ok=True)
         except OSError as error:
@@ -205,7 +204,7 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
             if name.startswith("zero") and len(parts) == 2 and parts[0].strip() != "1":
                 name, settings["inner"] = "hsdp", name
             plan = Plan.of(name, mesh, **settings)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"--plan {arguments.plan}: {error}") from error
     if arguments.world is not None and plan.world != arguments.world:
         raise UserError(

@@ -119,8 +119,16 @@ def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
         raise UserError(
             f"one rank of {subject.name} under {plan.title} on mesh {plan.replicate}x{plan.shard} "
             f"keeps {needed / 1e9:.1f} GB without activations, and {device} has {free / 1e9:.1f} "
-            "GB free: shard over more ranks (--mesh), use zero3, or a smaller --model"
+            f"GB free: {', or '.join([*ways_to_keep_less(plan), 'use a smaller --model'])}"
         )
+
+
+def ways_to_keep_less(plan: Plan) -> list[str]:
+    """What makes a rank of this Plan hold less of the model; nothing that it does already."""
+    if plan.strategy.state == "replicate":
+        return [f"use --plan zero3 --mesh 1x{max(2, plan.world)}"]
+    ways = ["shard over more ranks (--mesh)"]
+    return ways if plan.strategy.parameters == "shard" else [*ways, "use --plan zero3"]
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -146,10 +154,12 @@ def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Figures]:
                 try:
                     taken[engine].append(_run_block(job, engine, inputs, emulation, blocks))
                 except torch.OutOfMemoryError as error:
+                    smaller = "--batch or --seq" if job.subject.batch > 1 else "--seq"
+                    ways = [f"use a smaller {smaller}", *ways_to_keep_less(job.plan)]
                     raise UserError(
                         f"{engine} ran out of memory on {job.device} with {job.subject.batch} x "
-                        f"{job.subject.length} tokens: use a smaller --batch or --seq, or shard "
-                        f"over more ranks ({str(error).splitlines()[0]})"
+                        f"{job.subject.length} tokens: {', or '.join(ways)} "
+                        f"({str(error).splitlines()[0]})"
                     ) from error
     return [_combine(engine, taken[engine]) for engine in engines]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.errors import UserError, nearest
 from shardwise.measurement.exercises.seed004 import MODELS
+from shardwise.measurement.results import check_file
 
 _PRECISIONS = ("fp32", "bf16")
 _PARTS = ("model", "attention")
@@ -191,7 +192,7 @@ def memory(arguments: argparse.Namespace) -> None:
     """Check the choices, then measure."""
     sizes, precisions = _check_models(arguments)
     contexts = _numbers(arguments.contexts, "--contexts", least=1)
-    _check_folder("--plot", arguments.plot)
+    check_file("--plot", arguments.plot)
 
     from shardwise.measurement.exercises.memory import run
 
@@ -222,8 +223,8 @@ def overlap(arguments: argparse.Namespace) -> None:
         raise UserError(f"--bandwidth is {arguments.bandwidth}, expected GB/s above 0")
     if not arguments.latency >= 0:
         raise UserError(f"--latency is {arguments.latency}, expected microseconds, at least 0")
-    _check_folder("--json", arguments.json)
-    _check_folder("--plot", arguments.plot)
+    check_file("--json", arguments.json)
+    check_file("--plot", arguments.plot)
 
     from shardwise.measurement.exercises.overlap import run
 
@@ -233,7 +234,7 @@ def overlap(arguments: argparse.Namespace) -> None:
 def _check_models(
     arguments: argparse.Namespace,
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    _check_folder("--json", arguments.json)
+    check_file("--json", arguments.json)
     sizes = None
     if arguments.sizes is not None:
         sizes = _names(arguments.sizes, "size", tuple(MODELS))
@@ -260,11 +261,6 @@ def _numbers(text: str, option: str, least: int) -> tuple[int, ...]:
 def _check_least(option: str, value: int, least: int = 1) -> None:
     if value < least:
         raise UserError(f"{option} is {value}, expected at least {least}")
-
-
-def _check_folder(option: str, path: Path | None) -> None:
-    if path is not None and not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def _command(arguments: argparse.Namespace) -> str:
