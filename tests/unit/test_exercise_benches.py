@@ -277,6 +277,20 @@ def test_overlapped_communication_starts_inside_backward(tmp_path):
     assert inside
 
 
+# ffn
+
+
+def test_a_micro_batch_of_the_feed_forward_stack_is_timed(tmp_path, capsys):
+    path = tmp_path / "ffn.json"
+    command = ["bench", "ffn", "--quick", "--steps", "3", "--json", str(path), "--resume"]
+    assert main(command) == 0
+    rows = read(path)
+    assert [row["micro_batch"] for row in rows] == [1, 2]
+    assert all(row["step_ms"] > 0 and row["precision"] == "fp32" for row in rows)
+    assert "1 x 16 tokens: " in capsys.readouterr().out
+    assert main(command) == 0 and read(path) == rows  # nothing was measured again
+
+
 # The command line
 
 
@@ -291,6 +305,7 @@ def test_overlapped_communication_starts_inside_backward(tmp_path):
         (["compile", "--scopes", "half"], "unknown scope"),
         (["overlap", "--ranks", "1"], "at least 2"),
         (["overlap", "--bandwidth", "0"], "above 0"),
+        (["ffn", "--steps", "0"], "at least 1"),
     ],
 )
 def test_wrong_words_are_answered_before_anything_runs(words, message, capsys):
@@ -299,7 +314,7 @@ def test_wrong_words_are_answered_before_anything_runs(words, message, capsys):
 
 
 def test_help_teaches(capsys):
-    for name in ("forward-backward", "memory", "compile", "overlap"):
+    for name in ("forward-backward", "memory", "compile", "overlap", "ffn"):
         with pytest.raises(SystemExit):
             main(["bench", name, "--help"])
         text = capsys.readouterr().out
@@ -320,7 +335,7 @@ def test_a_file_that_is_not_ours_is_told_in_words(what, tmp_path, capsys):
     """Every benchmark that goes on with a file, and the page of accuracy with those beside it."""
     path = tmp_path / "given.json"
     path.write_text(NOT_OURS[what])
-    resumed = ["forward-backward", "memory", "compile", "overlap", "attention"]
+    resumed = ["forward-backward", "memory", "compile", "overlap", "ffn", "attention"]
     commands = [[name, "--quick", "--resume", "--json", str(path)] for name in resumed]
     commands[1:2] = [["memory", "--resume", "--json", str(path), "--plot", str(tmp_path / "p.svg")]]
     commands.append(["accuracy", "--simulated", "--json", str(path)])

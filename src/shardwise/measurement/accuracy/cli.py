@@ -125,13 +125,15 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             table.add_row(*cells, f"failed: {row['error'][:60]}")
             continue
         for what, scale in (("ms", 1.0), ("bytes", 1e9)):
-            error = error_of(row, what)
-            if error is None:
+            error, predicted = error_of(row, what), row.get(f"predicted_{what}")
+            ordered = row.get("compared") == "order"
+            if predicted is None or (error is None and not ordered):
                 cells += ["", "", ""]
                 continue
-            actual = row.get(f"measured_{what}") or row[f"reported_{what}"]
-            shown = "order" if row.get("compared") == "order" else f"{error:+.1%}"
-            cells += [f"{row[f'predicted_{what}'] / scale:.2f}", f"{actual / scale:.2f}", shown]
+            actual = row.get(f"measured_{what}") or row.get(f"reported_{what}")
+            told = "-" if actual is None else f"{actual / scale:.2f}"
+            shown = "order" if ordered else f"{error:+.1%}"
+            cells += [f"{predicted / scale:.2f}", told, shown]
         table.add_row(*cells)
     console = Console()
     console = console if console.is_terminal else Console(width=150)
