@@ -216,9 +216,9 @@ GRAPH_NOTE = (
     "the cap costs 5.9 ms for 4.3 GB, the original order 62.8 ms more for 1.3 GB. (They do not fit "
     "each other: 12.1 % above 368 ms is a base of 412.5 ms, 20 ms that are 4.6 % mean one of 435.) "
     "Its variants without and with a memory constraint are one model here, so orders are claimed "
-    "within the first three and within the last three rows. Batch and bucket size are not in it: 2 sequences of 8,192 are assumed, "
-    "and every variant has its best bucket size of 16 to 96 MiB; bucketing by itself is worth "
-    "0.4 % here, less than the choice of that size."
+    "within the first three and within the last three rows. Batch and bucket size are not in it: 2 "
+    "sequences of 8,192 are assumed, and every variant has its best bucket size of 16 to 96 MiB; "
+    "bucketing by itself is worth 0.4 % here, less than the choice of that size."
 )
 # The document gives no bucket size: every variant has its best of these.
 BUCKETS_MIB = (16, 24, 32, 48, 64, 96)
