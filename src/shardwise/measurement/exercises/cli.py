@@ -84,8 +84,8 @@ examples:
 """
 _FFN = """\
 8 gated feed-forward layers of 4096 x 14336 in fp32, 4,096 tokens a sequence: forward and backward
-of a micro-batch of 1 and of 2 sequences, in turn. `shardwise bench accuracy` predicts the steps of the
-document's four GPUs from these two times. About half a minute on an H200, 30 GB.
+of a micro-batch of 1 and of 2 sequences, in turn. `shardwise bench accuracy` predicts the steps of
+the document's four GPUs from these two times. About half a minute on an H200, 30 GB.
 
 examples:
   shardwise bench ffn --json ffn.json
