@@ -343,14 +343,18 @@ def test_a_file_that_is_not_ours_is_told_in_words(what, tmp_path, capsys):
         assert main(["bench", *words]) == 2, words
         said = capsys.readouterr().err
         assert f"{path} is no result of a benchmark, it is {what}" in said, said
+    assert main(["bench", "accuracy", "--beside", str(path)]) == 2
+    assert f"--beside {path} is no result" in capsys.readouterr().err
     assert path.read_text() == NOT_OURS[what]
 
 
-def test_rows_of_another_benchmark_are_not_mixed_in(tmp_path):
+def test_rows_of_another_benchmark_are_not_mixed_in(tmp_path, capsys):
     path = tmp_path / "rows.json"
     RowFile(path, CPU | {"command": "shardwise bench step --quick"}).add({"key": "a"})
     with pytest.raises(UserError, match="benchmark step, this run has overlap"):
         RowFile(path, CPU | {"command": "shardwise bench overlap"}, resume=True)
+    assert main(["bench", "accuracy", "--simulated", "--json", str(path)]) == 2
+    assert "another benchmark's (a row has no `mode`)" in capsys.readouterr().err
 
 
 # The page

@@ -19,11 +19,13 @@ def check_file(option: str, path: Path | None) -> None:
         raise UserError(f"{option} {path} is a folder: give the name of a file")
 
 
-def read_json(path: Path, option: str = "--json") -> dict[str, Any]:
-    """What `write_json` or a `RowFile` wrote; an error in words if the file is none of theirs."""
+def read_json(path: Path, option: str = "--json", needs: str = "") -> dict[str, Any]:
+    """What `write_json` or a `RowFile` wrote, whose rows all have the key `needs`; an error in
+    words if the file is none of theirs.
+    """
     try:
         text = path.read_bytes().decode("utf-8")
-        wrong = _find_fault(json.loads(text)) if text.strip() else "empty"
+        wrong = _find_fault(json.loads(text), needs) if text.strip() else "empty"
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -36,7 +38,7 @@ def read_json(path: Path, option: str = "--json") -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _find_fault(found: Any) -> str:
+def _find_fault(found: Any, needs: str) -> str:
     """What keeps a JSON value from being a benchmark's result; nothing if it is one."""
     if not isinstance(found, dict):
         return f"a JSON {type(found).__name__}"
@@ -45,6 +47,8 @@ def _find_fault(found: Any) -> str:
     rows = found.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return "without a list of `rows`"
+    if needs and not all(needs in row for row in rows):
+        return f"another benchmark's (a row has no `{needs}`)"
     return ""
 
 

@@ -71,6 +71,7 @@ def add_parser(kinds: Any) -> None:
 def bench_accuracy(arguments: argparse.Namespace) -> None:
     """Check the choices, run the parts, print the table, write the page."""
     from shardwise.errors import UserError, nearest
+    from shardwise.measurement.results import read_json
 
     names = tuple(dict.fromkeys(name.strip() for name in arguments.cases.split(",")))
     for name in names:
@@ -78,9 +79,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
             raise UserError(f"unknown case {name!r}{nearest(name, _PARTS)}")
     if arguments.simulated:
         names = ("seeds",)
-    for path in arguments.beside:
-        if not path.is_file():
-            raise UserError(f"--beside {path}: there is no such file")
+    beside = [read_json(path, "--beside", needs="mode") for path in arguments.beside]
     for path in (arguments.json, arguments.docs):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}")
@@ -89,7 +88,6 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
     from shardwise.measurement.accuracy import rows as accuracy
     from shardwise.measurement.accuracy.docs import write_docs
     from shardwise.measurement.benchmark import describe_environment
-    from shardwise.measurement.results import read_json
 
     command = "shardwise " + " ".join(
         Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]
@@ -104,7 +102,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
         write_docs(
             arguments.docs,
             {"environment": results.environment, "rows": results.rows, "sweep": results.sweep},
-            *(read_json(path, "--beside") for path in arguments.beside),
+            *beside,
         )
 
 

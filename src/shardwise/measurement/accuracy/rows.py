@@ -47,7 +47,7 @@ class Results:
         results = cls(path, environment, command)
         results.now = environment, command
         if path is not None and path.exists():
-            held = read_json(path)
+            held = read_json(path, needs="mode")
             results.environment, results.command = held["environment"], held.get("command", "")
             results.rows = [row for row in held["rows"] if "error" not in row]
             results.sweep = held.get("sweep", [])
