@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shardwise.measurement.attention.seed import tables_4_and_5
 from shardwise.measurement.exercises import memory_plot as memory_bench_plot
-from shardwise.measurement.exercises import overlap_plot
+from shardwise.measurement.exercises import overlap_plot, seed004
 
 Result = dict[str, Any]
 
@@ -118,8 +119,8 @@ def make_compiled(result: Result) -> str:
 
 def make_compiled_attention(result: Result) -> str:
     """Tables 4 and 5: ms, eager and compiled."""
-    heads = ["width", "tokens", "forward", "eager", "backward", "eager", "seed's backward",
-             "eager"]  # fmt: skip
+    heads = ["width", "tokens", "forward", "eager", "backward", "eager", "table 5: backward",
+             "eager", "table 4: eager"]  # fmt: skip
     rows = {(r["case"]["dim"], r["case"]["seq"], r["case"]["backend"]): r
             for r in result["rows"] if r["part"] == "attention"}  # fmt: skip
     lines = []
@@ -128,20 +129,26 @@ def make_compiled_attention(result: Result) -> str:
         cells = [str(dim), f"{seq:,}"]
         for part in ("forward", "backward"):
             cells += [row["failure"] or f"{row['ms'][part]:.3f}" for row in pair]
-        lines.append([*cells, *(f"{row['seed']['backward']:.3f}" for row in pair)])
+        seeds = tables_4_and_5(dim, seq)
+        sides = ("compiled", "plain", "alone")
+        lines.append([*cells, *(f"{seeds[side]['backward']:.3f}" for side in sides)])
     return _table(heads, lines)
 
 
 def make_overlap(result: Result) -> str:
-    """Naive against overlapped data parallel, ms."""
-    heads = ["reduce", "messages", "step", "with a free network", "communication", "exposed",
-             "seed's step", "seed's communication"]  # fmt: skip
+    """Naive against overlapped data parallel, ms: steps that were timed, then the recorded one."""
+    heads = ["reduce", "messages", "step", "free network", "difference", "recorded step",
+             "its communication", "exposed", "seed's step", "its `naive` of the same exercise",
+             "seed's communication"]  # fmt: skip
     lines = []
     for row in result["rows"]:
-        figures = ("step_ms", "free_step_ms", "communication_ms", "exposed_ms")
-        seeds = (row["seed"].get(name) for name in ("step", "communication"))
+        figures = [row["step_ms"], row["free_step_ms"], row["step_ms"] - row["free_step_ms"],
+                   row["compute"][-1][3] - row["compute"][0][2], row["communication_ms"],
+                   row["exposed_ms"]]  # fmt: skip
+        seed = seed004.DDP_STEPS[row["reduce"]]
+        seeds = (seed.get(name) for name in ("step", "beside", "communication"))
         lines.append([f"`{row['reduce']}`", str(len(row["messages"])),
-                      *(f"{row[name]:.1f}" for name in figures),
+                      *(f"{value:.1f}" for value in figures),
                       *("" if s is None else f"{s * 1e3:.0f}" for s in seeds)])  # fmt: skip
     return _table(heads, lines)
 

@@ -49,6 +49,7 @@ run_part() {
         attention) go_on attention-h200.json
             shardwise bench attention --resume --json "$out/attention-h200.json" "${commit[@]}" ;;
         profile) shardwise bench profile --cases h200 --json "$out/profile-h200.json" "${commit[@]}" ;;
+        ffn) shardwise bench ffn --json "$out/ffn-h200.json" "${commit[@]}" ;;
         overlap) shardwise bench overlap --json "$out/overlap-h200.json" \
             --plot "$out/overlap-h200.svg" "${commit[@]}" ;;
         compile) go_on compile-h200.json
@@ -60,7 +61,7 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin check emulate llama8b accuracy attention profile overlap compile)
+    step step-dropin check emulate llama8b accuracy ffn attention profile overlap compile)
 failed=()
 for part in "${parts[@]}"; do
     [ -e "$out/$part.done" ] && continue

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import exercise_tables
+import step_tables
 
 ROOT = Path(__file__).parent.parent
-STEP = ("step-cpu.json", "step-h200.json")
-DROPIN = ("step-cpu-dropin.json", "step-h200-dropin.json")
 END = "<!-- end -->\n"
 
 
@@ -25,32 +24,24 @@ def load(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
-def note(name: str) -> str:
-    """Where and with what a result was measured."""
+def note(*names: str) -> str:
+    """Where and with what results were measured, those of one place and commit together."""
+    places: dict[str, list[str]] = {}
+    for name in names:
+        places.setdefault(_place(name), []).append(f"`{name}`")
+    return "; ".join(f"{', '.join(named)}: {place}" for place, named in places.items())
+
+
+def _place(name: str) -> str:
+    """Files from before `virtual` was recorded are all of shared virtual machines."""
     found = load(name)
     facts = found["environment"]
-    hardware = facts.get("gpu") or f"{facts['cpu']}, {facts['cores']} cores"
+    host = f"{facts['cpu']}, {facts['cores']} cores"
+    host += " of a shared virtual machine" if facts.get("virtual", True) else ""
+    hardware = f"{facts['gpu']}, host {host}" if facts.get("gpu") else host
     others = {row["commit"] for row in found["rows"] if "commit" in row} - {facts["commit"]}
     commits = " and ".join([facts["commit"], *sorted(others)])
-    return f"`{name}`: {hardware}, torch {facts['torch']}, commit {commits}"
-
-
-def make_step_table(results: tuple[str, ...]) -> str:
-    lines = [
-        "| case | strategy | against | ours | theirs | step | cpu | memory |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in results:
-        for row in load(name)["rows"]:
-            ours, theirs = row["ours"], row["theirs"]
-            lines.append(
-                f"| `{row['case']}` | {row['strategy']} | `{row['peer']}` "
-                f"| {ours['step_ms']:.1f} ± {ours['step_spread_ms']:.1f} ms "
-                f"| {theirs['step_ms']:.1f} ± {theirs['step_spread_ms']:.1f} ms "
-                f"| **{row['step_ratio']:.2f}** | {row['cpu_ratio']:.2f} "
-                f"| {row['memory_ratio']:.2f} |"
-            )
-    return "\n".join([*lines, "", "; ".join(map(note, results)) + ".", ""])
+    return f"{hardware}, torch {facts['torch']}, commit {commits}"
 
 
 def make_attention_table() -> str:
@@ -97,23 +88,79 @@ def make_attention_step_table() -> str:
     return "\n".join([*lines, "", note("attention-step-h200.json") + ".", ""])
 
 
+def make_one_head_table() -> str:
+    """One head of width 128, both passes: ms, the seed's on an H100 in brackets, and MiB."""
+    rows = {
+        (r["case"]["seq"], r["case"]["kind"], r["case"]["backend"]): r
+        for r in load("attention-h200.json")["rows"]
+        if r["case"]["sweep"] == "table7" and r["case"]["dim"] == 128 and not r["failure"]
+    }
+
+    def cell(seq: int, kind: str, backend: str) -> str:
+        row = rows.get((seq, kind, backend))
+        if row is None:
+            return ""
+        seed = row["seed"].get("both") if (kind, backend) in sides[:3:2] else None
+        return f"{row['ms']['both']:.3g}" + (f" ({seed:.3g})" if seed else "")
+
+    def bytes_of(seq: int, kind: str, backend: str) -> str:
+        row = rows.get((seq, kind, backend))
+        return f"{row['peak_bytes'] / 2**20:,.0f}" if row else "-"
+
+    sides = [
+        (kind, backend) for kind in ("bf16", "fp32", "tf32") for backend in ("triton", "plain")
+    ]
+    lines = [
+        "| tokens | bf16 | plain | fp32 | plain | tf32 | plain | MiB: bf16 | fp32 | plain fp32 |",
+        "|---" * 10 + "|",
+    ]
+    for seq in sorted({key[0] for key in rows}):
+        cells = [f"{seq:,}", *(cell(seq, *side) for side in sides)]
+        cells += [bytes_of(seq, *side) for side in (sides[0], sides[2], sides[3])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", note("attention-h200.json") + ".", ""])
+
+
+def make_plain_attention_table() -> str:
+    """Tables 4 and 5 at their longest: ms of both passes and the peak beyond the inputs."""
+    found = [r for r in load("attention-h200.json")["rows"] if r["case"]["sweep"] == "tables45"]
+    longest = max(r["case"]["seq"] for r in found)
+    lines = ["| width | ours | | compiled | | eager | |", "|---" * 7 + "|"]
+    for dim in sorted({r["case"]["dim"] for r in found}):
+        cells = [str(dim)]
+        for backend in ("triton", "compiled", "plain"):
+            (row,) = (r for r in found if (r["case"]["dim"], r["case"]["seq"]) == (dim, longest)
+                      and r["case"]["backend"] == backend)  # fmt: skip
+            cells += [f"{row['ms']['both']:.1f} ms", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", note("attention-h200.json") + ".", ""])
+
+
+def make_of_steps(make: step_tables.Make, names: tuple[str, ...]) -> str:
+    return "\n".join([*make(load, names), "", note(*names) + ".", ""])
+
+
 def make_exercise_table(name: str, make: Callable[[Any], str]) -> str:
     return "\n".join([make(load(name)), note(name) + ".", ""])
 
 
 TABLES = {
-    "step": lambda: make_step_table(STEP),
-    "step-dropin": lambda: make_step_table(DROPIN),
     "attention": make_attention_table,
+    "attention-head": make_one_head_table,
+    "attention-plain": make_plain_attention_table,
     "attention-step": make_attention_step_table,
+    **{name: partial(make_of_steps, *how) for name, how in step_tables.TABLES.items()},
     **{name: partial(make_exercise_table, *how) for name, how in exercise_tables.TABLES.items()},
 }
 PAGES = {
-    "README.md": ["step-dropin", "step"],
-    "docs/benchmarks.md": ["step", "step-dropin", "attention", "attention-step"],
-    "docs/attention.md": ["attention"],
+    "README.md": ["step-dropin", "step", "step-device"],
+    "docs/benchmarks.md": ["step", "step-dropin", "step-device", "attention", "attention-plain",
+                           "attention-step"],
+    "docs/attention.md": ["attention", "attention-head"],
+    "docs/emulation.md": ["emulated", "emulated-check"],
+    "docs/profiling.md": ["profile"],
     "docs/exercises-measured.md": list(exercise_tables.TABLES),
-}
+}  # fmt: skip
 
 
 def main() -> int:

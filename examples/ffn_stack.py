@@ -4,15 +4,16 @@ Replicas whose micro-batches differ in cost wait for each other at every all-red
 reduce only once per step, with the last micro-batch, a replica may be late in one micro-batch and
 early in the next for free. The program is written for torch's API; `--engine` picks the import.
 
-    torchrun --nproc-per-node 4 examples/ffn_stack.py --mesh 2x2
-    torchrun --nproc-per-node 4 examples/ffn_stack.py --mesh 2x2 --each      # all-reduce every time
-    torchrun --nproc-per-node 4 examples/ffn_stack.py --mesh 1x4             # no replicas: FSDP
-    torchrun --nproc-per-node 4 examples/ffn_stack.py --mesh 2x2 --engine torch
+    torchrun --nproc-per-node 4 examples/ffn_stack.py                        # all-reduce each time
+    torchrun --nproc-per-node 4 examples/ffn_stack.py --delay-all-reduce     # with the last alone
+    torchrun --nproc-per-node 4 examples/ffn_stack.py --fsdp-only            # no replicas
+    torchrun --nproc-per-node 4 examples/ffn_stack.py --delay-all-reduce --engine torch
 
-The sizes are small enough for a laptop. `--real` sets those of the figures this benchmark is known
-for: 8 layers of 4096 x 14336 in float32, 4096 tokens, 5 steps of warm-up and 10 measured. With
-torch, four GPUs of an 8 x H100 node were reported at 2146 ms per step delayed, 2699 hybrid and 2694
-without replicas.
+The switches mean what they mean in the benchmark that this is modelled on: without any, replicas
+all-reduce with every micro-batch. The sizes are small enough for a laptop. `--real` sets those of
+the figures that benchmark is known for: 8 layers of 4096 x 14336 in float32, 4096 tokens, 5 steps
+of warm-up and 10 measured. With torch, four GPUs of an 8 x H100 node were reported at 2146 ms per
+step delayed, 2699 hybrid and 2694 without replicas.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--engine", choices=("shardwise", "torch"), default="shardwise", help="whose fully_shard")
-    add("--mesh", default=None, help="replicate x shard, as 2x2 (two replicas)")
-    add("--each", action="store_true", help="all-reduce with every micro-batch, not the last only")
+    add("--mesh", metavar="RxS", help="replicas x shards (two replicas if the ranks are even)")
+    add("--delay-all-reduce", action="store_true", help="replicas reduce with the last micro-batch")
+    add("--fsdp-only", action="store_true", help="no replicas: all ranks are one shard group")
     add("--accumulate", type=int, default=2, help="micro-batches per step (2)")
     add("--ratio", type=int, default=2, help="rows of a large micro-batch; a small one has 1 (2)")
-    add("--even", action="store_true", help="replicas have their large micro-batch together")
+    add("--sync-batch-sizes", action="store_true", help="replicas have large ones together")
     add("--real", action="store_true", help=f"the real sizes: {REAL}")
     add("--width", type=int, default=64, help="hidden width (64)")
     add("--inner", type=int, default=224, help="feed-forward width (224)")
@@ -52,6 +54,8 @@ def parse() -> argparse.Namespace:
     if args.real:
         parser.set_defaults(**REAL)
         args = parser.parse_args()
+    if args.fsdp_only and (args.delay_all_reduce or args.mesh):
+        parser.error("--fsdp-only has no replicas: no --delay-all-reduce and no --mesh with it")
     return args
 
 
@@ -69,7 +73,7 @@ class Gated(nn.Module):
 
 def rows_of(args: argparse.Namespace, micro_batch: int, replica: int) -> int:
     """Small and large micro-batches alternate, and neighbouring replicas are out of step."""
-    turn = micro_batch if args.even else micro_batch + replica
+    turn = micro_batch if args.sync_batch_sizes else micro_batch + replica
     return args.ratio if turn % 2 else 1
 
 
@@ -88,10 +92,11 @@ def main() -> None:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    shape = tuple(map(int, args.mesh.split("x"))) if args.mesh else (2 - world % 2, 0)
-    replicas = shape[0]
-    if world % replicas or (args.mesh and shape[0] * shape[1] != world):
-        raise SystemExit(f"--mesh {args.mesh} does not make {world} ranks")
+    replicas = 1 if args.fsdp_only or world % 2 else 2
+    if args.mesh:
+        replicas, shards = map(int, args.mesh.split("x"))
+        if replicas * shards != world:
+            raise SystemExit(f"--mesh {args.mesh} does not make {world} ranks")
     if replicas == 1:
         mesh = init_device_mesh(device.type, (world,))
         replica = rank // max(1, world // 2)  # the same uneven work as with two replicas
@@ -117,7 +122,7 @@ def main() -> None:
         began = time.perf_counter()
         model.zero_grad()
         for i in range(args.accumulate):
-            if not args.each and replicas > 1:
+            if args.delay_all_reduce and replicas > 1:
                 model.set_requires_all_reduce(i == args.accumulate - 1)
             rows = rows_of(args, i, replica)
             x = torch.randn(rows, args.seq, args.width, device=device)
@@ -133,7 +138,8 @@ def main() -> None:
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if rank == 0:
-        mode = "FSDP" if replicas == 1 else "HSDP" if args.each else "HSDP, delayed all-reduce"
+        mode = "FSDP" if replicas == 1 else "HSDP"
+        mode += ", delayed all-reduce" if args.delay_all_reduce and replicas > 1 else ""
         spread = statistics.stdev(times) if len(times) > 1 else 0.0
         speed = 1e3 * summed[1].item() / summed[0].item()
         print(f"{args.engine} | {mode} | mesh {'x'.join(map(str, mesh.shape))} | norm {norm:.5e}")

@@ -10,6 +10,8 @@ MEMORY = "memory.json"  # what the allocator says: allocated, reserved, active, 
 MESSAGES = "messages.json"  # this step's collectives, and the size-to-time curve they should follow
 TRACE = "trace.json"  # the measured step for Perfetto and chrome://tracing
 REPORT = "report.html"
+# A timeline's label `timing`: whether the step that it shows paid for its trace.
+TRACED, UNTRACED = "traced", "untraced"
 FILES = (
     METRICS, CONFIG, PLAN, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, TRACE, REPORT,
 )  # fmt: skip

@@ -33,6 +33,9 @@ THEMES = (
     "changes",
     "extensions",
     "misuse",
+    "lifetimes",
+    "unused",
+    "afterwards",
     "differences",
 )
 for theme in THEMES:

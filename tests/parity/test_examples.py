@@ -32,10 +32,10 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "transformers_accelerate": {"ours": (), "theirs": ("--engine", "torch")},
     "ffn_stack": {
-        "ours": SHORT,
-        "theirs": ("--engine", "torch", *SHORT),
-        "each": ("--each", *SHORT),
-        "mesh": ("--mesh", "1x2", *SHORT),
+        "ours": ("--delay-all-reduce", *SHORT),
+        "theirs": ("--delay-all-reduce", "--engine", "torch", *SHORT),
+        "each": ("--mesh", "2x1", *SHORT),
+        "fsdp": ("--fsdp-only", *SHORT),
     },
 }
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -101,6 +101,17 @@ def test_every_example_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name", NEEDS)
+def test_torchrun_takes_no_option_of_an_example_for_its_own(name: str) -> None:
+    """It looks for abbreviations of its own options also behind the script's name."""
+    from torch.distributed.run import get_args_parser
+
+    options = re.findall(r'add\("(--[\w-]+)"', (EXAMPLES / f"{name}.py").read_text())
+    assert "--engine" in options and len(options) > 5
+    parsed = get_args_parser().parse_args(["--nproc-per-node", "2", f"{name}.py", *options])
+    assert parsed.training_script_args == options
+
+
+@pytest.mark.parametrize("name", NEEDS)
 def test_help_teaches(folder: Path, name: str) -> None:
     (said,) = printed(folder, name, "help", ranks=1)
     assert re.search(rf"torchrun --nproc-per-node \d examples/{name}.py", said)
@@ -135,7 +146,9 @@ def test_transformers_under_accelerate(folder: Path) -> None:
 def test_feed_forward_stack(folder: Path) -> None:
     """Gradients do not depend on the engine, on when replicas reduce, or on the mesh."""
     norms = []
-    for said in printed(folder, "ffn_stack", "ours", "theirs", "each", "mesh"):
+    modes = {"ours": "HSDP, delayed", "theirs": "HSDP, delayed", "each": "HSDP |", "fsdp": "FSDP |"}
+    for said, mode in zip(printed(folder, "ffn_stack", *modes), modes.values(), strict=True):
+        assert f"| {mode}" in said
         assert re.search(r"ms per step \| [\d,]+ tokens/s per rank", said), said
         norms.append(float(re.search(r"norm (\S+)", said).group(1)))
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)

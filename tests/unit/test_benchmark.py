@@ -1,14 +1,18 @@
+import dataclasses
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardwise.cli import main
 from shardwise.comms.emulated import Network
-from shardwise.measurement import benchmark, memory, step
+from shardwise.measurement import benchmark, engines, memory, step
 from shardwise.measurement.benchmark import Row, Sample, Side
+from shardwise.measurement.emulation.run import joined
 from shardwise.measurement.engines import OPTIMIZER, Wrapped, largest_difference
 from shardwise.measurement.models import LM, Shape, make_model
 
@@ -26,6 +30,79 @@ def test_ratios_are_ours_over_theirs():
     theirs = Side.of([Sample(8, 4)], peak_bytes=20)
     row = Row.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
     assert (row.step_ratio, row.cpu_ratio, row.memory_ratio) == (0.5, 0.25, 1.5)
+    assert row.device_ratio is None and row.reserved_ratio is None  # no device told of them
+
+
+def test_a_device_has_a_time_of_its_own_and_a_reserve():
+    ours = Side.of([Sample(9, 9)], 30, device=[3, 1, 2], reserved_bytes=80)
+    theirs = Side.of([Sample(9, 9)], 30, device=[8], reserved_bytes=40)
+    row = Row.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
+    assert (row.step_ratio, row.device_ratio, row.reserved_ratio) == (1, 0.25, 2)
+    assert (ours.device_ms, ours.device_spread_ms) == (2, 2)
+
+
+def test_a_device_is_timed_with_its_host_ahead(monkeypatch):
+    """It is held for longer than issuing the step ever took; that does not count."""
+    happened = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            happened.append("record")
+
+        def synchronize(self):
+            happened.append("synchronize")
+
+        def elapsed_time(self, end):
+            return 5.0
+
+    @contextmanager
+    def watch():
+        happened.append("watch")
+        yield "seen"
+        happened.append("read")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("idle"))
+    took = benchmark.time_ahead(
+        lambda: happened.append("step"), happened.append, [Sample(9, 10), Sample(9, 100)], watch()
+    )
+    assert took == (5.0, "seen")
+    held = happened.pop(1)
+    assert held > 0.1
+    assert " ".join(happened) == "idle record watch step record read synchronize"
+
+
+@pytest.mark.usefixtures("no_group")
+def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
+    """The same path, with a device that a CPU plays."""
+    family = dataclasses.replace(step.FAMILIES["h200"], device="cpu")
+    case = step.Case("c", TINY, 1, 8, ("zero3",), steps=7, warmup=1, network=Network())
+    ahead = iter(range(1, 100))
+
+    def play(run, answer):
+        run()
+        return answer
+
+    monkeypatch.setattr(engines, "_meshes", {})
+    monkeypatch.setattr(memory, "free_device", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
+    monkeypatch.setattr(memory, "peaks_on_cuda", lambda run: play(run, (700, 3000)))
+    monkeypatch.setattr(benchmark, "time_on_cuda", benchmark.time_on_host(lambda: None))
+    monkeypatch.setattr(
+        benchmark, "time_ahead", lambda run, *_: play(run, (float(next(ahead)), None))
+    )
+    with joined(0, 8), step._network(case) as emulation:
+        monkeypatch.setattr(emulation, "links_of", lambda device: SimpleNamespace(delay=None))
+        sides, _, settings = step._measure_on_gpu(family, case, "zero3", emulation)
+    # Five blocks of two steps each, the candidates in turn: 1 2, 5 6, 9 10, ... are ours.
+    assert (sides["ours"].device_ms, sides["theirs"].device_ms) == (9.5, 11.5)
+    for side in sides.values():
+        assert (side.peak_bytes, side.reserved_bytes) == (600, 2000)
+        assert side.collectives > 0 and side.device_spread_ms > 0
+    assert settings["blocks"] == step.BLOCKS == 5
 
 
 def test_candidates_take_turns_after_their_warm_up():
@@ -43,6 +120,7 @@ def test_the_environment_is_recorded():
     found = benchmark.describe_environment()
     assert found["torch"] == torch.__version__
     assert found["commit"] and found["cpu"] and found["cores"] >= 1
+    assert found["virtual"] in (True, False)
     assert benchmark.describe_environment("abc")["commit"] == "abc"
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members, collective_time
 from shardwise.measurement.emulation.engines import Subject, build
 from shardwise.measurement.emulation.network import ClusterNetwork
-from shardwise.measurement.emulation.run import Job, joined, run
+from shardwise.measurement.emulation.run import Job, joined, run, ways_to_keep_less
 from shardwise.planning.memory import count_sent
 from shardwise.planning.plan import Plan
 from shardwise.runtime.api import engine_of
@@ -417,6 +418,7 @@ def test_the_command_compares_both_engines_and_writes_every_figure(tmp_path) -> 
     for row in rows:
         assert row["plan"] == "hsdp over zero3" and row["mesh"] == [2, 4]
         assert row["step_ms"] > 0 and row["peak_bytes"] > 0 and row["exposed_ms"] > 0
+        assert row["device_ms"] > 0 and row["reserved_bytes"] is None  # a CPU's allocator has none
         assert {message["ranks"] for message in row["messages"]} == {2, 4}
 
 
@@ -435,9 +437,27 @@ def test_the_command_compares_both_engines_and_writes_every_figure(tmp_path) -> 
         (["--mesh", "4", "--json", "/tmp"], "--json /tmp is a folder"),
         (["--mesh", "4", "--out", "/proc/new"], "--out /proc/new: "),
         (["--world", "8", "--model", "llama405b", "--plan", "zero2"], "keeps"),
+        (["--plan", "EMPTY"], "this is not JSON"),
+        (["--plan", "OTHER"], "a Plan has no key 'rows'"),
     ],
 )
-def test_wrong_input_is_one_message(options, message, capsys) -> None:
+def test_wrong_input_is_one_message(options, message, capsys, tmp_path) -> None:
+    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "OTHER").write_text('{"rows": []}')
+    options = [str(tmp_path / word) if word.isupper() else word for word in options]
     assert main(["emulate", "--device", "cpu", *options]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and message in shown.err and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "ways"),
+    [
+        ("zero3", 8, ["shard over more ranks (--mesh)"]),
+        ("hsdp", (2, 4), ["shard over more ranks (--mesh)"]),
+        ("zero1", 8, ["shard over more ranks (--mesh)", "use --plan zero3"]),
+        ("ddp", 8, ["use --plan zero3 --mesh 1x8"]),
+    ],
+)
+def test_nobody_is_told_to_do_what_he_does(name: str, mesh: Any, ways: list[str]) -> None:
+    assert ways_to_keep_less(Plan.of(name, mesh)) == ways

@@ -277,6 +277,20 @@ def test_overlapped_communication_starts_inside_backward(tmp_path):
     assert inside
 
 
+# ffn
+
+
+def test_a_micro_batch_of_the_feed_forward_stack_is_timed(tmp_path, capsys):
+    path = tmp_path / "ffn.json"
+    command = ["bench", "ffn", "--quick", "--steps", "3", "--json", str(path), "--resume"]
+    assert main(command) == 0
+    rows = read(path)
+    assert [row["micro_batch"] for row in rows] == [1, 2]
+    assert all(row["step_ms"] > 0 and row["precision"] == "fp32" for row in rows)
+    assert "1 x 16 tokens: " in capsys.readouterr().out
+    assert main(command) == 0 and read(path) == rows  # nothing was measured again
+
+
 # The command line
 
 
@@ -291,6 +305,7 @@ def test_overlapped_communication_starts_inside_backward(tmp_path):
         (["compile", "--scopes", "half"], "unknown scope"),
         (["overlap", "--ranks", "1"], "at least 2"),
         (["overlap", "--bandwidth", "0"], "above 0"),
+        (["ffn", "--steps", "0"], "at least 1"),
     ],
 )
 def test_wrong_words_are_answered_before_anything_runs(words, message, capsys):
@@ -299,11 +314,47 @@ def test_wrong_words_are_answered_before_anything_runs(words, message, capsys):
 
 
 def test_help_teaches(capsys):
-    for name in ("forward-backward", "memory", "compile", "overlap"):
+    for name in ("forward-backward", "memory", "compile", "overlap", "ffn"):
         with pytest.raises(SystemExit):
             main(["bench", name, "--help"])
         text = capsys.readouterr().out
         assert re.search(r"examples:\n  shardwise bench " + name, text) and "--resume" in text
+
+
+NOT_OURS = {
+    "empty": "",
+    "not JSON": "[1, ",
+    "a JSON list": "[]",
+    "without an `environment`": "{}",
+    "without a list of `rows`": '{"environment": {}, "rows": {}}',
+}
+
+
+@pytest.mark.parametrize("what", NOT_OURS)
+def test_a_file_that_is_not_ours_is_told_in_words(what, tmp_path, capsys):
+    """Every benchmark that goes on with a file, and the page of accuracy with those beside it."""
+    path = tmp_path / "given.json"
+    path.write_text(NOT_OURS[what])
+    resumed = ["forward-backward", "memory", "compile", "overlap", "ffn", "attention"]
+    commands = [[name, "--quick", "--resume", "--json", str(path)] for name in resumed]
+    commands[1:2] = [["memory", "--resume", "--json", str(path), "--plot", str(tmp_path / "p.svg")]]
+    commands.append(["accuracy", "--simulated", "--json", str(path)])
+    for words in commands:
+        assert main(["bench", *words]) == 2, words
+        said = capsys.readouterr().err
+        assert f"{path} is no result of a benchmark, it is {what}" in said, said
+    assert main(["bench", "accuracy", "--beside", str(path)]) == 2
+    assert f"--beside {path} is no result" in capsys.readouterr().err
+    assert path.read_text() == NOT_OURS[what]
+
+
+def test_rows_of_another_benchmark_are_not_mixed_in(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    RowFile(path, CPU | {"command": "shardwise bench step --quick"}).add({"key": "a"})
+    with pytest.raises(UserError, match="benchmark step, this run has overlap"):
+        RowFile(path, CPU | {"command": "shardwise bench overlap"}, resume=True)
+    assert main(["bench", "accuracy", "--simulated", "--json", str(path)]) == 2
+    assert "another benchmark's (a row has no `mode`)" in capsys.readouterr().err
 
 
 # The page

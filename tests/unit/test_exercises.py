@@ -16,7 +16,7 @@ from shardwise.planning import exercises_memory as memory
 from shardwise.planning import exercises_time as time
 from shardwise.planning.describe import describe_preset
 from shardwise.planning.exercises_memory import GB, GIB
-from shardwise.planning.memory import count_sent
+from shardwise.planning.memory import count_kept, count_sent
 
 V5P = time.Chip.of(Cluster.load("tpu-v5p"))
 GIVEN = time.Layer(16384, 53248, x=16, y=4, axes_x=2, axes_y=1)
@@ -80,6 +80,24 @@ def test_bytes_by_strategy_are_what_a_plan_counts(name: str) -> None:
     )
     sent = {row.strategy: row.sent for row in rows}
     assert count_sent(plan).total == pytest.approx(sent[name])
+
+
+def test_state_by_strategy_is_what_a_plan_keeps() -> None:
+    """Sharded masters, gradients and moments; with zero1 and zero2 whole parameters, with zero1
+    whole gradients: of 70 B on 128 ranks in 16 bits 288.8 GB.
+    """
+    model = load_preset("xxl").build(8)
+    rows = memory.strategy_bytes(memory.xxl().parameter_count, 128, gather_bytes=2, reduce_bytes=2)
+    state = {row.strategy: row.state for row in rows}
+    for name in ("zero1", "zero2", "zero3"):
+        plan = Plan.of(name, 128, compute_dtype="bfloat16", reduce_dtype="bfloat16", gather="each")
+        kept = count_kept(plan.resolve(model))
+        held = kept.master + kept.gradients + kept.state
+        held += kept.full if name != "zero3" else 0
+        held += kept.slots if name == "zero1" else 0
+        assert state[name] == pytest.approx(held, rel=1e-3), name
+    seventy = {row.strategy: row.state for row in memory.strategy_bytes(70e9, 128)}
+    assert seventy["zero1"] == pytest.approx(288.75e9)
 
 
 def test_accounting_a() -> None:

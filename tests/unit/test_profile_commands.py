@@ -67,6 +67,9 @@ def test_the_command_profiles_a_program_that_does_not_know_of_it(tmp_path: Path)
     assert main([*command, str(script), "4"]) == 0
     timeline = Timeline.from_json((out / "timeline.json").read_text())
     assert timeline.labels["steps"] == "2" and timeline.ranks == (0,)
+    # Its time is that of a step without a trace, as of a program that is on shardwise.
+    assert timeline.labels["timing"] == "untraced" and "traced_ms" in timeline.labels
+    assert timeline.step_ms == pytest.approx(float(timeline.labels["step_ms"]), rel=0.01)
     assert (out / "trace.json").exists() and (out / "memory.json").exists()
 
 

@@ -118,7 +118,7 @@ def choose_of(steps: Taken, marks: Marks | None = None, peers: Peers | None = No
 def test_the_timed_step_is_shown_with_the_trace_brought_to_it() -> None:
     choice = choose_of(Taken(1.3, 1.0, 0.7, 0.62))
     assert choice.shown == 3 and choice.source == 1 and choice.note == RETIMED and not choice.warns
-    assert choice.labels == {"step_ms": "0.620", "traced_ms": "1.000"}
+    assert choice.labels == {"step_ms": "0.620", "timing": "untraced", "traced_ms": "1.000"}
     assert choice.trace is not None
     opened, closed = (profile_device.device_end(choice.trace.kernels, at) for at in TARGET)
     assert (closed - opened) / US == 545 + 95
@@ -132,12 +132,13 @@ def test_a_traced_step_that_happened_to_be_short_is_brought_to_a_timed_one_too()
 def test_a_trace_that_cost_nothing_is_shown_as_it_is() -> None:
     choice = choose_of(Taken(1.3, 1.0, 0.7, 0.99))
     assert (choice.shown, choice.source, choice.carry, choice.note) == (1, 1, None, "")
-    assert choice.labels == {"step_ms": "0.990", "traced_ms": "1.000"}
+    assert choice.labels == {"step_ms": "0.990", "timing": "untraced", "traced_ms": "1.000"}
 
 
 def test_where_the_result_is_not_what_the_timed_step_took_the_traced_one_is_shown() -> None:
     choice = choose_of(Taken(1.3, 1.0, 0.7, 0.8))
     assert (choice.shown, choice.carry, choice.warns) == (1, None, True)
+    assert choice.labels["timing"] == "traced"
     assert "it would take 0.6 ms, and that took 0.8 ms" in choice.note
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -227,6 +228,29 @@ def test_two_directories_with_the_same_title_are_told_apart(made, tmp_path):
     data = compose_comparison(read_run(made), read_run(tmp_path / "run"))
     assert [side["label"] for side in data["sides"]] == ["run (A)", "run (B)"]
     assert data["findings"][0]["text"].startswith("Both steps take")
+
+
+def test_a_traced_step_is_not_compared_with_one_that_was_not(made):
+    """Tracing makes a step longer: it says nothing of the engine."""
+    timed = {"timing": "untraced", "step_ms": "46.0", "traced_ms": "60.0"}
+    traced = {"timing": "traced", "step_ms": "113.0"}
+    step = read_run(made).timeline
+
+    def run(name, labels):
+        return Run(name, timeline=dataclasses.replace(step, labels={"engine": name, **labels}))
+
+    data = compose_comparison(run("torch", traced), run("shardwise", timed))
+    texts = [finding["text"] for finding in data["findings"]]
+    assert not any("faster" in text or "Compute" in text for text in texts)
+    assert "torch (traced) was timed while it was traced" in texts[0]
+    assert "a step takes 113 ms in torch (traced) and 60.0 ms in shardwise" in texts[1]
+    assert [side["label"] for side in data["sides"]] == ["torch (traced)", "shardwise"]
+    # Profiles that were written before the label tell by what they took.
+    older = run("torch", {"step_ms": "113.0"}), run("shardwise", {**timed, "timing": "untraced"})
+    assert "do not compare" in compose_comparison(*older)["findings"][0]["text"]
+    for labels in (timed, traced):
+        same = compose_comparison(run("torch", labels), run("shardwise", labels))
+        assert same["findings"][0]["text"].startswith("Both steps take")
 
 
 def test_runs_without_timelines_are_compared_by_their_logs(tmp_path):

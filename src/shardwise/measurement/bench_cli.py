@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.measurement.accuracy import cli as accuracy_cli
 from shardwise.measurement.exercises import cli as exercise_cli
+from shardwise.measurement.results import check_file
 
 _CASES = ("fake8", "gloo2", "h200")
 _STRATEGIES = ("zero3", "zero2", "ddp")
@@ -154,7 +155,7 @@ def bench_step(arguments: argparse.Namespace) -> None:
         strategies = _split(arguments.strategies, "strategy", _STRATEGIES)
     if arguments.steps is not None and arguments.steps < 1:
         raise UserError(f"--steps is {arguments.steps}, expected at least 1")
-    _check_folder(arguments.json)
+    check_file("--json", arguments.json)
 
     # Only now: this imports torch.
     from shardwise.measurement.benchmark import describe_environment
@@ -181,7 +182,7 @@ def bench_step(arguments: argparse.Namespace) -> None:
 
 def bench_gather(arguments: argparse.Namespace) -> None:
     """Measure, write the JSON, print the table."""
-    _check_folder(arguments.json)
+    check_file("--json", arguments.json)
 
     from shardwise.measurement.benchmark import describe_environment
     from shardwise.measurement.gather import measure
@@ -203,7 +204,7 @@ def bench_gather(arguments: argparse.Namespace) -> None:
 def bench_profile(arguments: argparse.Namespace) -> None:
     """Measure, write the JSON, print a line for each case."""
     cases = _split(arguments.cases, "case", ("gloo2", "h200"))
-    _check_folder(arguments.json)
+    check_file("--json", arguments.json)
 
     from shardwise.measurement.benchmark import describe_environment
     from shardwise.measurement.profile.bench import measure
@@ -227,19 +228,12 @@ def bench_profile(arguments: argparse.Namespace) -> None:
 def bench_attention(arguments: argparse.Namespace) -> None:
     """Check the choices, measure row by row, write the JSON after each, draw the plot."""
     sweeps = _split(arguments.sweeps, "sweep", _SWEEPS)
-    _check_folder(arguments.json)
-    _check_folder(arguments.plot, "--plot")
+    check_file("--json", arguments.json)
+    check_file("--plot", arguments.plot)
 
     from shardwise.measurement.attention.sweeps import run
 
     run(arguments, sweeps, _command(arguments.json, arguments.plot))
-
-
-def _check_folder(path: Path | None, option: str = "--json") -> None:
-    from shardwise.errors import UserError
-
-    if path is not None and not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def _command(*paths: Path | None) -> str:

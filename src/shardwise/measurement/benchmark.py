@@ -1,7 +1,9 @@
 """Comparing candidates: timed in turn in one run, so that what disturbs one disturbs the others.
 
-A step has two times: `step` ends when its result is there, `cpu` when the call returns and the host
-could issue the next one. On a CPU the two are the same moment; both are reported anyway.
+A step has three times: `step` ends when its result is there, `cpu` when the call returns and the
+host could issue the next one; `device`, on a GPU, is what the device takes for it when its host is
+a step ahead, so that a slow host is not in it. On a CPU the first two are the same moment; both are
+reported anyway.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Step = Callable[[], None]
+Watched = TypeVar("Watched")
+AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ Timer = Callable[[Step], Sample]
 
 @dataclass(frozen=True)
 class Side:
-    """One candidate's figures: medians, with the spread of the values they are the medians of."""
+    """One candidate's figures: medians, with the spread of the values they are the medians of. None
+    is what this kind of device cannot tell.
+    """
 
     step_ms: float
     step_spread_ms: float
@@ -44,9 +51,19 @@ class Side:
     cpu_spread_ms: float
     peak_bytes: int
     collectives: int | None = None  # per step, where an emulated network counts them
+    device_ms: float | None = None
+    device_spread_ms: float | None = None
+    reserved_bytes: int | None = None  # that the allocator holds at the step's peak
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], peak_bytes: int, collectives: int | None = None) -> Side:
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        peak_bytes: int,
+        collectives: int | None = None,
+        device: Sequence[float] = (),
+        reserved_bytes: int | None = None,
+    ) -> Side:
         steps, cpus = [s.step_ms for s in samples], [s.cpu_ms for s in samples]
         return cls(
             statistics.median(steps),
@@ -55,6 +72,9 @@ class Side:
             spread(cpus),
             peak_bytes,
             collectives,
+            statistics.median(device) if device else None,
+            spread(device) if device else None,
+            reserved_bytes,
         )
 
 
@@ -68,6 +88,8 @@ class Row:
     step_ratio: float
     cpu_ratio: float
     memory_ratio: float
+    device_ratio: float | None
+    reserved_ratio: float | None
     ours: Side
     theirs: Side
     parity: float | None  # largest relative difference of a parameter or gradient; None: no values
@@ -79,10 +101,16 @@ class Row:
             step_ratio=ours.step_ms / theirs.step_ms,
             cpu_ratio=ours.cpu_ms / theirs.cpu_ms,
             memory_ratio=ours.peak_bytes / theirs.peak_bytes,
+            device_ratio=_ratio(ours.device_ms, theirs.device_ms),
+            reserved_ratio=_ratio(ours.reserved_bytes, theirs.reserved_bytes),
             ours=ours,
             theirs=theirs,
             **facts,
         )
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or theirs is None else ours / theirs
 
 
 def spread(values: Sequence[float]) -> float:
@@ -142,6 +170,27 @@ def time_on_cuda(step: Step) -> Sample:
     return Sample((ended - began) * 1e3, (issued - began) * 1e3)
 
 
+def time_ahead(
+    step: Step,
+    hold: Callable[[float], object],
+    samples: Sequence[Sample],
+    watch: AbstractContextManager[Watched],
+) -> tuple[float, Watched]:
+    """Milliseconds that a CUDA device takes for a step when its host is ahead, and what `watch`
+    saw of it. `hold` keeps the device waiting first, for longer than issuing the step took in
+    `samples`; that time does not count.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    hold(AHEAD * max(sample.cpu_ms for sample in samples) / 1e3)
+    start.record()
+    with watch as watched:
+        step()
+        end.record()
+    end.synchronize()
+    return start.elapsed_time(end), watched
+
+
 def describe_environment(commit: str | None = None) -> dict[str, Any]:
     """What a figure depends on beside the code: versions, hardware, date, and how busy it was."""
     return {
@@ -150,6 +199,7 @@ def describe_environment(commit: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
+        "virtual": _is_virtual(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_at_start": round(os.getloadavg()[0], 2),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -174,9 +224,17 @@ def _git(*arguments: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    named = (line.partition(":")[2].strip() for line in _cpuinfo() if "model name" in line)
     return next(named, platform.processor() or platform.machine())
+
+
+def _is_virtual() -> bool:
+    """Whether this is a virtual machine, whose cores others may share."""
+    return any(line.startswith("flags") and " hypervisor" in line for line in _cpuinfo())
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []

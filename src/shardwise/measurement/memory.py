@@ -54,11 +54,16 @@ def read_peak(events: list[dict]) -> int:
 
 def peak_on_cuda(step: Step) -> int:
     """The most bytes allocated on the device at one time of a step, everything included."""
+    return peaks_on_cuda(step)[0]
+
+
+def peaks_on_cuda(step: Step) -> tuple[int, int]:
+    """The most bytes that a step has allocated, and that the allocator has reserved for it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def free_device() -> int:

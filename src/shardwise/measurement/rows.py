@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.measurement.results import read_json
 
 Row = dict[str, Any]
 
@@ -28,7 +29,7 @@ class RowFile:
         self.rows: list[Row] = read_rows(path) if resume else []
         self.began = time.monotonic()
         if self.rows and path is not None:
-            before = json.loads(path.read_text())
+            before = read_json(path)
             self._check_same(path, before)
             self._sign(before["environment"].get("commit"))
 
@@ -41,9 +42,10 @@ class RowFile:
         for name, get in (
             ("device", lambda facts: facts["environment"].get("gpu") or "CPU"),
             ("quick", lambda facts: facts.get("quick", False)),
+            ("benchmark", _benchmark),
         ):
             old, new = get(before), get(self.facts)
-            if old != new:
+            if old != new and "" not in (old, new):
                 raise UserError(
                     f"--resume {path}: its rows have {name} {old}, this run has {new}; figures of "
                     "the two do not belong in one file: name another one"
@@ -80,11 +82,17 @@ class RowFile:
         whole.replace(self.path)
 
 
+def _benchmark(facts: dict[str, Any]) -> str:
+    """Its name, as the command that is kept has it; nothing where none is."""
+    words = str(facts.get("command", "")).split()
+    return words[2] if words[:2] == ["shardwise", "bench"] and len(words) > 2 else ""
+
+
 def read_rows(path: Path | None) -> list[Row]:
     """The rows that a file has; none if there is no file."""
     if path is None or not path.exists():
         return []
-    return json.loads(path.read_text())["rows"]
+    return read_json(path)["rows"]
 
 
 def measured_elsewhere(path: Path | None) -> bool:
@@ -93,7 +101,7 @@ def measured_elsewhere(path: Path | None) -> bool:
 
     if path is None or not path.exists() or torch.cuda.is_available():
         return False
-    return bool(json.loads(path.read_text())["environment"].get("gpu"))
+    return bool(read_json(path)["environment"].get("gpu"))
 
 
 def say(message: str) -> None:

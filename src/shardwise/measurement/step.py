@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,9 +195,10 @@ def _compare(family: Family, case: Case, strategy: str, quick: bool) -> Row:
         parity=parity,
         settings=_describe(family, case, quick) | settings,
     )
+    alone = "" if row.device_ratio is None else f", on the device alone {row.device_ratio:.2f}"
     say(
         f"{case.name} {strategy}: {row.ours.step_ms:.1f} ms against {row.theirs.step_ms:.1f}, "
-        f"ratio {row.step_ratio:.2f}"
+        f"ratio {row.step_ratio:.2f}{alone}"
     )
     return row
 
@@ -235,17 +236,24 @@ def _measure_on_cpu(
 def _measure_on_gpu(
     family: Family, case: Case, strategy: str, emulation: Emulation | None
 ) -> Measured:
-    """The candidates take turns on the device: build, warm up, time, free, BLOCKS times each."""
+    """The candidates take turns on the device: build, warm up, time, free, BLOCKS times each. In
+    every block steps are timed with the host in them, then as many with the host ahead.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in _wraps(case)}
-    peaks: dict[str, list[int]] = {name: [] for name in _wraps(case)}
+    alone: dict[str, list[float]] = {name: [] for name in _wraps(case)}
+    peaks: dict[str, list[tuple[int, int]]] = {name: [] for name in _wraps(case)}
     settings: dict[str, Any] = {
-        "peak_bytes": "torch.cuda.max_memory_allocated over a step, less what was there before"
+        "peak_bytes": "torch.cuda.max_memory_allocated over a step, less what was there before",
+        "reserved_bytes": "torch.cuda.max_memory_reserved over a step, less what was there before",
+        "device_ms": "by the device's clock, with the host a step ahead",
+        "blocks": BLOCKS,
     }
     collectives: dict[str, int] = {}
     tokens = _make_tokens(case, family.device, case.batch, case.length)
     for _ in range(BLOCKS):
         for name, wrap in _wraps(case).items():
             left = memory.free_device()
+            held = torch.cuda.memory_reserved()
             if left > LEFT_OVER:
                 say(
                     f"warning: {left / 2**20:.0f} MiB stayed on the device after the last candidate"
@@ -255,8 +263,14 @@ def _measure_on_gpu(
             rounds = math.ceil(case.steps / BLOCKS)
             taken = benchmark.alternate({name: step}, rounds, case.warmup, benchmark.time_on_cuda)
             samples[name] += taken[name]
+            if emulation is not None:
+                hold = emulation.links_of(torch.device("cuda", 0)).delay
+                for _ in range(rounds):
+                    took, _ = benchmark.time_ahead(step, hold, taken[name], nullcontext())
+                    alone[name].append(took)
             called = sum(emulation.calls.values()) if emulation else 0
-            peaks[name].append(memory.peak_on_cuda(step) - left)
+            allocated, reserved = memory.peaks_on_cuda(step)
+            peaks[name].append((allocated - left, reserved - held))
             if emulation is not None:
                 collectives[name] = sum(emulation.calls.values()) - called
             settings[name] = candidate.settings
@@ -264,9 +278,12 @@ def _measure_on_gpu(
     memory.free_device()
     _check_emulated(case, emulation, collectives)
     # Only the first block makes the libraries' workspaces; the others find them there.
-    sides = {
-        name: Side.of(samples[name], min(peaks[name]), collectives.get(name)) for name in samples
-    }
+    sides = {}
+    for name in samples:
+        allocated, reserved = (min(values) for values in zip(*peaks[name], strict=True))
+        sides[name] = Side.of(
+            samples[name], allocated, collectives.get(name), alone[name], reserved
+        )
     return sides, None, settings
 
 

@@ -94,7 +94,8 @@ def strategy_bytes(
 
     ddp all-reduces the gradients: 2 d P (n - 1) / n. zero1 and zero2 scatter them and gather the
     parameters once. zero3 gathers twice. hsdp does zero3 inside a group and all-reduces its shard
-    across groups. State is 16 bytes a parameter: fp32 master and moments, and the gradients (fp32).
+    across groups. State is 16 bytes a parameter: fp32 master and moments, and the gradients (fp32);
+    zero1 and zero2 also keep the gathered parameters whole, zero1 the gradients before the reduce.
     """
     if ranks < 1 or groups < 1 or ranks % groups:
         raise ValueError(f"{ranks} ranks do not divide among {groups} groups")
@@ -112,8 +113,8 @@ def strategy_bytes(
     master, gradients, moments = 4 * parameters, 4 * parameters, 8 * parameters
     state = {
         "ddp": master + gradients + moments,
-        "zero1": master + gradients + moments / n,
-        "zero2": master / n + gradients / n + moments / n + gather,
+        "zero1": (master + gradients + moments) / n + gather + scatter,
+        "zero2": (master + gradients + moments) / n + gather,
         "zero3": (master + gradients + moments) / n,
         "hsdp": (master + gradients + moments) / inside,
     }

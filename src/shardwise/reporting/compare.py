@@ -17,11 +17,13 @@ from shardwise.reporting.compose import (
 from shardwise.reporting.finding import SHOWN, Finding
 from shardwise.reporting.run import Run
 from shardwise.reporting.words import PARTS, join, name_units, show_bytes, show_share, show_time
+from shardwise.run_files import TRACED, UNTRACED
+from shardwise.timeline import Timeline
 
 
 def compose_comparison(first: Run, second: Run) -> dict[str, Any]:
     """The page of two runs."""
-    first, second = tell_apart(first, second)
+    first, second = mark_traced(*tell_apart(first, second))
     differences = compare(first, second)
     sides = [
         side(run, run.timeline, run.name) for run in (first, second) if run.timeline is not None
@@ -65,17 +67,47 @@ def _renamed(run: Run, name: str) -> Run:
     return replace(run, name=name)
 
 
+def mark_traced(first: Run, second: Run) -> tuple[Run, Run]:
+    """The same runs; if only one shows a traced step, its name says so wherever it stands."""
+    if not differ_in_timing(first.timeline, second.timeline):
+        return first, second
+    a, b = (
+        _renamed(run, f"{run.name} (traced)") if timing_of(run.timeline) == TRACED else run
+        for run in (first, second)
+    )
+    return a, b
+
+
+def timing_of(timeline: Timeline | None) -> str:
+    """Whether the step that is shown was traced while it was timed; "" where nobody says, as in a
+    simulation. Profiles before the label `timing` tell by what a traced step took beside.
+    """
+    labels = timeline.labels if timeline is not None else {}
+    if "timing" in labels or "step_ms" not in labels:
+        return labels.get("timing", "")
+    note = labels.get("note", "")
+    apart = "traced_ms" in labels or note.startswith("the profile ended before")
+    return UNTRACED if apart and not note.startswith("the traced step is shown") else TRACED
+
+
+def differ_in_timing(a: Timeline | None, b: Timeline | None) -> bool:
+    return {timing_of(a), timing_of(b)} == {TRACED, UNTRACED}
+
+
 def compare(first: Run, second: Run) -> list[Finding]:
     """What differs between two measured steps, the largest difference first; at least three."""
     a, b = first.timeline, second.timeline
     if a is None or b is None:
         return _compare_metrics(first, second)
-    found = [_step(first.name, second.name, a.step, b.step)]
-    mine, other = a.breakdown().parts(), b.breakdown().parts()
-    apart = {name: other[name] - mine[name] for name in mine}
-    named = sorted(apart, key=lambda name: (-abs(apart[name]), -mine[name]))
-    for name in named[:2]:
-        found.append(_part(first, second, name, mine[name], other[name]))
+    if differ_in_timing(a, b):
+        found = _explain_timing(first, second, a, b)
+    else:
+        found = [_step(first.name, second.name, a.step, b.step)]
+        mine, other = a.breakdown().parts(), b.breakdown().parts()
+        apart = {name: other[name] - mine[name] for name in mine}
+        named = sorted(apart, key=lambda name: (-abs(apart[name]), -mine[name]))
+        for name in named[:2]:
+            found.append(_part(first, second, name, mine[name], other[name]))
     if a.memory and b.memory:
         peaks = a.peak(), b.peak()
         roles = {
@@ -92,6 +124,24 @@ def compare(first: Run, second: Run) -> list[Finding]:
                 f"({_signed_bytes(peaks[1].total - peaks[0].total)}){most}.",
             )
         )
+    return found
+
+
+def _explain_timing(first: Run, second: Run, a: Timeline, b: Timeline) -> list[Finding]:
+    """Steps of two kinds are not compared; what both took while they were traced is, if known."""
+    traced, other = (first, second) if timing_of(a) == TRACED else (second, first)
+    found = [
+        Finding(
+            "step",
+            f"The step of {traced.name} was timed while it was traced, which makes it longer, that "
+            f"of {other.name} was not: their times do not compare.",
+            "Profile both again with the same number of steps, at least two (on CUDA three).",
+        )
+    ]
+    took = [float(t.labels.get("traced_ms", t.labels["step_ms"])) * 1e6 for t in (a, b)]
+    if all("traced_ms" in t.labels or timing_of(t) == TRACED for t in (a, b)):
+        what = f"While they are traced, a step takes {show_time(took[0])} in {first.name} and "
+        found.append(Finding("fact", f"{what}{show_time(took[1])} in {second.name}."))
     return found
 
 

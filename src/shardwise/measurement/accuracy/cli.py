@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +71,7 @@ def add_parser(kinds: Any) -> None:
 def bench_accuracy(arguments: argparse.Namespace) -> None:
     """Check the choices, run the parts, print the table, write the page."""
     from shardwise.errors import UserError, nearest
+    from shardwise.measurement.results import read_json
 
     names = tuple(dict.fromkeys(name.strip() for name in arguments.cases.split(",")))
     for name in names:
@@ -79,9 +79,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
             raise UserError(f"unknown case {name!r}{nearest(name, _PARTS)}")
     if arguments.simulated:
         names = ("seeds",)
-    for path in arguments.beside:
-        if not path.is_file():
-            raise UserError(f"--beside {path}: there is no such file")
+    beside = [read_json(path, "--beside", needs="mode") for path in arguments.beside]
     for path in (arguments.json, arguments.docs):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}")
@@ -104,7 +102,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
         write_docs(
             arguments.docs,
             {"environment": results.environment, "rows": results.rows, "sweep": results.sweep},
-            *(json.loads(path.read_text()) for path in arguments.beside),
+            *beside,
         )
 
 
@@ -125,13 +123,15 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             table.add_row(*cells, f"failed: {row['error'][:60]}")
             continue
         for what, scale in (("ms", 1.0), ("bytes", 1e9)):
-            error = error_of(row, what)
-            if error is None:
+            error, predicted = error_of(row, what), row.get(f"predicted_{what}")
+            ordered = row.get("compared") == "order"
+            if predicted is None or (error is None and not ordered):
                 cells += ["", "", ""]
                 continue
-            actual = row.get(f"measured_{what}") or row[f"reported_{what}"]
-            shown = "order" if row.get("compared") == "order" else f"{error:+.1%}"
-            cells += [f"{row[f'predicted_{what}'] / scale:.2f}", f"{actual / scale:.2f}", shown]
+            actual = row.get(f"measured_{what}") or row.get(f"reported_{what}")
+            told = "-" if actual is None else f"{actual / scale:.2f}"
+            shown = "order" if ordered else f"{error:+.1%}"
+            cells += [f"{predicted / scale:.2f}", told, shown]
         table.add_row(*cells)
     console = Console()
     console = console if console.is_terminal else Console(width=150)

@@ -76,15 +76,15 @@ def _table(title: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _cells(row: Row, what: str) -> list[str]:
-    error = error_of(row, what)
-    if error is None:
+    error, predicted = error_of(row, what), row.get(f"predicted_{what}")
+    ordered = row.get("compared") == "order"
+    if predicted is None or (error is None and not ordered):
         return ["", "", ""]
-    predicted = row[f"predicted_{what}"]
-    actual = row.get(f"measured_{what}") or row[f"reported_{what}"]
-    shown = "order" if row.get("compared") == "order" else f"{error:+.1%}"
-    if what == "ms":
-        return [f"{predicted:.1f} ms", f"{actual:.1f} ms", shown]
-    return [f"{predicted / 1e9:.2f} GB", f"{actual / 1e9:.2f} GB", shown]
+    actual = row.get(f"measured_{what}") or row.get(f"reported_{what}")
+    unit, scale = ("ms", 1.0) if what == "ms" else ("GB", 1e9)
+    digits = 1 if what == "ms" else 2
+    told = "not stated" if actual is None else f"{actual / scale:.{digits}f} {unit}"
+    return [f"{predicted / scale:.{digits}f} {unit}", told, "order" if ordered else f"{error:+.1%}"]
 
 
 def _sweep(sweep: Sequence[Row]) -> list[str]:

@@ -2,7 +2,8 @@
 
 From seed 004, measured on H100s:
 table 4  dim, seq, forward s, backward s, GB held before backward: plain attention, batch 8, fp32
-table 5  dim, seq, forward s, backward s: the same, compiled
+table 5  dim, seq, then s of forward and backward, eager, and of both, compiled: the same in another
+         run, whose eager times are not table 4's
 table 7  seq, dim, bf16 or not, then ms of forward, backward and both, each plain and Triton
 The forward times of tables 4 and 5 are too short for the work: the calls' times, it seems, without
 waiting for the GPU.
@@ -24,12 +25,16 @@ TABLE_4 = """
 128 16384 .000222 .240708 17.516987
 """
 TABLE_5 = """
-16 256 .000102 .000439; 16 1024 .000099 .000707; 16 4096 .000105 .003435; 16 8192 .000111 .011679
-16 16384 .000120 .042423; 32 256 .000099 .000577; 32 1024 .000098 .000980; 32 4096 .000105 .004464
-32 8192 .000111 .012579; 32 16384 .000124 .045201; 64 256 .000103 .000696; 64 1024 .000100 .001420
-64 4096 .000104 .006164; 64 8192 .000104 .017369; 64 16384 .000120 .109745; 128 256 .000099 .000855
-128 1024 .000101 .002169; 128 4096 .000099 .009314; 128 8192 .000102 .049545
-128 16384 .000119 .189612
+16 256 .000151 .000483 .000102 .000439; 16 1024 .000149 .000947 .000099 .000707
+16 4096 .000147 .004506 .000105 .003435; 16 8192 .000153 .013160 .000111 .011679
+16 16384 .000240 .045683 .000120 .042423; 32 256 .000165 .000575 .000099 .000577
+32 1024 .000147 .000981 .000098 .000980; 32 4096 .000146 .004465 .000105 .004464
+32 8192 .000147 .012589 .000111 .012579; 32 16384 .000224 .048435 .000124 .045201
+64 256 .000140 .000704 .000103 .000696; 64 1024 .000150 .001418 .000100 .001420
+64 4096 .000145 .006087 .000104 .006164; 64 8192 .000148 .017773 .000104 .017369
+64 16384 .000221 .109859 .000120 .109745; 128 256 .000142 .000866 .000099 .000855
+128 1024 .000148 .002173 .000101 .002169; 128 4096 .000150 .012388 .000099 .009314
+128 8192 .000149 .049469 .000102 .049545; 128 16384 .000221 .186847 .000119 .189612
 """
 TABLE_7 = """
 128 16 0 .045545 .066489 .333232 .272222 .558249 .452566
@@ -64,3 +69,20 @@ def numbers(table: str) -> Iterator[list[float]]:
     for line in table.replace(";", "\n").split("\n"):
         if line.strip():
             yield [float(word) for word in line.split()]
+
+
+def tables_4_and_5(dim: int, seq: int) -> dict[str, dict[str, float]]:
+    """What tables 4 and 5 say of plain attention, in ms and GB: `alone` is table 4's, `plain` and
+    `compiled` are table 5's pair; empty if they have no such row.
+    """
+    names = ("forward", "backward")
+    found: dict[str, dict[str, float]] = {}
+    for width, length, forward, backward, memory in numbers(TABLE_4):
+        if (width, length) == (dim, seq):
+            found["alone"] = {"forward": forward * 1e3, "backward": backward * 1e3}
+            found["alone"]["memory_gb"] = memory
+    for width, length, *times in numbers(TABLE_5):
+        if (width, length) == (dim, seq):
+            for side, pair in (("plain", times[:2]), ("compiled", times[2:])):
+                found[side] = {name: s * 1e3 for name, s in zip(names, pair, strict=True)}
+    return found

@@ -33,7 +33,7 @@ from shardwise.errors import UserError
 from shardwise.kernels.attention import FlashAttention, attention
 from shardwise.kernels.attention_reference import plain_attention
 from shardwise.measurement.attention.plot import make_picture
-from shardwise.measurement.attention.seed import TABLE_4, TABLE_5, TABLE_7, numbers
+from shardwise.measurement.attention.seed import TABLE_7, numbers, tables_4_and_5
 from shardwise.measurement.benchmark import describe_environment
 from shardwise.measurement.models import eager
 from shardwise.measurement.rows import RowFile, measured_elsewhere, read_rows
@@ -91,11 +91,11 @@ class Row:
 def seed_figures(case: Case) -> dict[str, float]:
     """The document's figures for this row, in ms and GB; empty if it has none."""
     if case.sweep == "tables45" and case.backend in ("plain", "compiled"):
-        table = TABLE_4 if case.backend == "plain" else TABLE_5
-        for dim, seq, forward, backward, *memory in numbers(table):
-            if (dim, seq) == (case.dim, case.seq):
-                figures = {"forward": forward * 1e3, "backward": backward * 1e3}
-                return figures | ({"memory_gb": memory[0]} if memory else {})
+        found = tables_4_and_5(case.dim, case.seq)
+        if found and case.backend == "plain":
+            # The times are of the run that has compiled ones too; the memory is the other's.
+            return found["plain"] | {"memory_gb": found["alone"]["memory_gb"]}
+        return found.get(case.backend, {})
     if case.sweep == "table7" and case.backend in ("plain", "triton"):
         for seq, dim, mixed, *times in numbers(TABLE_7):
             if (seq, dim, bool(mixed)) == (case.seq, case.dim, case.kind == "bf16"):

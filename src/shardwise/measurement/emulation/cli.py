@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError, nearest
+from shardwise.measurement.results import check_file
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +27,14 @@ Values are fabricated: read no loss from it.
 
 reading the table:
   step      milliseconds of one training step, median and spread
+  device    the same by the device's clock with the host a step ahead (on a CPU: the host's)
   cpu       until the host has issued it
   free      the same step if communication cost nothing
   exposed   what the compute stream waits for more than over a free network, by its own waits
   counterfactual  the step less the same step over a free network: the same by the clock
   contended of that, with --occupancy: what the collectives' kernels cost the compute beside them
             On a GPU these are taken with the host a step ahead: a slow host is not in them
-  peak      the most memory of the rank, in 1e9 bytes
+  peak      the most memory of the rank, in 1e9 bytes; reserved: what torch's allocator holds (GPU)
 
 --network: modelled (by the cluster's description), free, or bytes/s that every rank sends at.
 --check times the emulated collectives themselves against the model (GPU).
@@ -109,12 +111,10 @@ def emulate(arguments: argparse.Namespace) -> None:
     rank, world = arguments.rank, plan.world
     if not 0 <= rank < world:
         raise UserError(f"--rank {rank}: expected 0 to {world - 1} of {world} ranks")
-    for path in (arguments.json, arguments.out):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}")
-    if arguments.json is not None and arguments.json.is_dir():
-        raise UserError(f"--json {arguments.json} is a folder: give the name of a file")
+    check_file("--json", arguments.json)
     if arguments.out is not None:
+        if not arguments.out.parent.is_dir():
+            raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
         try:
             arguments.out.mkdir(exist_ok=True)
         except OSError as error:
@@ -204,7 +204,7 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
             if name.startswith("zero") and len(parts) == 2 and parts[0].strip() != "1":
                 name, settings["inner"] = "hsdp", name
             plan = Plan.of(name, mesh, **settings)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"--plan {arguments.plan}: {error}") from error
     if arguments.world is not None and plan.world != arguments.world:
         raise UserError(
@@ -295,12 +295,14 @@ def _row(each: Figures) -> dict[str, str]:
     return {
         "engine": each.engine,
         "step ms": f"{side.step_ms:.1f} +-{side.step_spread_ms:.1f}",
+        "device ms": f"{side.device_ms:.1f}",
         "cpu ms": f"{side.cpu_ms:.1f}",
         "free ms": f"{each.free_step_ms:.1f}",
         "exposed": f"{each.exposed_ms:.2f} +-{each.exposed_spread_ms:.2f}",
         "counterfactual": f"{each.counterfactual_ms:.2f} +-{each.counterfactual_spread_ms:.2f}",
         "contended": f"{each.contention_ms:.2f}",
         "peak GB": f"{side.peak_bytes / 1e9:.2f}",
+        "reserved": "-" if side.reserved_bytes is None else f"{side.reserved_bytes / 1e9:.2f}",
         "calls": str(side.collectives),
     }
 
@@ -309,12 +311,14 @@ def _ratios(ours: Figures, theirs: Figures) -> dict[str, str]:
     return {
         "engine": "ratio",
         "step ms": f"{ours.side.step_ms / theirs.side.step_ms:.2f}",
+        "device ms": _ratio(ours.side.device_ms or 0, theirs.side.device_ms or 0),
         "cpu ms": f"{ours.side.cpu_ms / theirs.side.cpu_ms:.2f}",
         "free ms": f"{ours.free_step_ms / theirs.free_step_ms:.2f}",
         "exposed": _ratio(ours.exposed_ms, theirs.exposed_ms),
         "counterfactual": _ratio(ours.counterfactual_ms, theirs.counterfactual_ms),
         "contended": _ratio(ours.contention_ms, theirs.contention_ms),
         "peak GB": f"{ours.side.peak_bytes / theirs.side.peak_bytes:.2f}",
+        "reserved": _ratio(ours.side.reserved_bytes or 0, theirs.side.reserved_bytes or 0),
         "calls": "",
     }
 

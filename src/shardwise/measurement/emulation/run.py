@@ -45,7 +45,6 @@ from shardwise.planning.plan import Plan
 MODES: tuple[Mode, ...] = ("network", "unwaited", "free")
 WARMUP = 3
 BLOCKS = 2  # how often each engine is built and timed when two are compared
-AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
 Say = Callable[[str], None]
 
@@ -77,7 +76,6 @@ class Figures:
     counterfactual_spread_ms: float
     waiting_ms: float  # of that: less one that waits for nothing while the kernels go on
     contention_ms: float  # the rest: what the kernels cost the compute they run beside
-    device_ms: float  # the step in which these were taken
     waited_ms: float  # all its waits of the compute stream
     free_waited_ms: float  # those over a free network
     calls: dict[str, int]
@@ -121,8 +119,16 @@ def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
         raise UserError(
             f"one rank of {subject.name} under {plan.title} on mesh {plan.replicate}x{plan.shard} "
             f"keeps {needed / 1e9:.1f} GB without activations, and {device} has {free / 1e9:.1f} "
-            "GB free: shard over more ranks (--mesh), use zero3, or a smaller --model"
+            f"GB free: {', or '.join([*ways_to_keep_less(plan), 'use a smaller --model'])}"
         )
+
+
+def ways_to_keep_less(plan: Plan) -> list[str]:
+    """What makes a rank of this Plan hold less of the model; nothing that it does already."""
+    if plan.strategy.state == "replicate":
+        return [f"use --plan zero3 --mesh 1x{max(2, plan.world)}"]
+    ways = ["shard over more ranks (--mesh)"]
+    return ways if plan.strategy.parameters == "shard" else [*ways, "use --plan zero3"]
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -148,10 +154,12 @@ def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Figures]:
                 try:
                     taken[engine].append(_run_block(job, engine, inputs, emulation, blocks))
                 except torch.OutOfMemoryError as error:
+                    smaller = "--batch or --seq" if job.subject.batch > 1 else "--seq"
+                    ways = [f"use a smaller {smaller}", *ways_to_keep_less(job.plan)]
                     raise UserError(
                         f"{engine} ran out of memory on {job.device} with {job.subject.batch} x "
-                        f"{job.subject.length} tokens: use a smaller --batch or --seq, or shard "
-                        f"over more ranks ({str(error).splitlines()[0]})"
+                        f"{job.subject.length} tokens: {', or '.join(ways)} "
+                        f"({str(error).splitlines()[0]})"
                     ) from error
     return [_combine(engine, taken[engine]) for engine in engines]
 
@@ -164,6 +172,7 @@ class _Block:
     ahead: dict[str, list[float]]  # the same with the host ahead, ms
     exposures: dict[str, list[Exposure]]  # of those
     peak: int
+    reserved: int
     calls: Counter[str]
     sent: Counter[str]
     settings: dict[str, Any]
@@ -171,7 +180,7 @@ class _Block:
 
 def _run_block(job: Job, engine: str, inputs: Inputs, emulation: Emulation, blocks: int) -> _Block:
     cuda = job.device.type == "cuda"
-    left = memory.free_device() if cuda else 0
+    left, held = (memory.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
     candidate = build(engine, job.subject, job.plan, job.device, inputs)
     step = candidate.step
     rounds = max(2, -(-job.steps // blocks))
@@ -181,18 +190,20 @@ def _run_block(job: Job, engine: str, inputs: Inputs, emulation: Emulation, bloc
     steps = {mode: _in_mode(emulation, mode, step) for mode in modes}
     plain = {mode: steps[mode] for mode in ("network", "free")}
     samples = benchmark.alternate(plain, rounds, WARMUP, timer)
-    head_start = AHEAD * statistics.median(s.cpu_ms for s in samples["network"]) / 1e3
     ahead: dict[str, list[float]] = {mode: [] for mode in steps}
     exposures: dict[str, list[Exposure]] = {mode: [] for mode in steps}
     for i in range(rounds):
         for mode in modes if i % 2 else modes[::-1]:
-            took, exposure = _step_ahead(job.device, emulation, steps[mode], head_start)
+            took, exposure = _step_ahead(job.device, emulation, steps[mode], samples["network"])
             ahead[mode].append(took)
             exposures[mode].append(exposure)
     emulation.calls.clear()
     emulation.sent.clear()
-    peak = memory.peak_on_cuda(step) - left if cuda else 0
-    if not cuda:
+    peak = reserved = 0
+    if cuda:
+        allocated, reserved = memory.peaks_on_cuda(step)
+        peak, reserved = allocated - left, reserved - held
+    else:
         step()
     calls, sent, settings = emulation.calls.copy(), emulation.sent.copy(), candidate.settings
     if not calls and job.plan.world > 1:
@@ -202,7 +213,7 @@ def _run_block(job: Job, engine: str, inputs: Inputs, emulation: Emulation, bloc
         peak = memory.peak_on_cpu(
             lambda: build(engine, job.subject, job.plan, job.device, inputs).step
         )
-    return _Block(samples, ahead, exposures, peak, calls, sent, settings)
+    return _Block(samples, ahead, exposures, peak, reserved, calls, sent, settings)
 
 
 def profile(job: Job, engine: str, directory: Path, cluster: str, steps: int = 3) -> None:
@@ -235,25 +246,17 @@ def _in_mode(emulation: Emulation, mode: Mode, step: Step) -> Step:
 
 
 def _step_ahead(
-    device: torch.device, emulation: Emulation, step: Step, head_start: float
+    device: torch.device, emulation: Emulation, step: Step, samples: list[Sample]
 ) -> tuple[float, Exposure]:
-    """One step with its waits measured, and its milliseconds. On a GPU the device is kept waiting
-    for `head_start` seconds first, which do not count.
-    """
+    """One step with its waits measured, and its milliseconds; on a GPU with the host ahead."""
     if device.type != "cuda":
         with emulation.measure(device) as exposure:
             began = time.perf_counter()
             step()
             ended = time.perf_counter()
         return (ended - began) * 1e3, exposure
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    emulation.links_of(device).delay(head_start)
-    start.record()
-    with emulation.measure(device) as exposure:
-        step()
-        end.record()
-    return start.elapsed_time(end), exposure
+    hold = emulation.links_of(device).delay
+    return benchmark.time_ahead(step, hold, samples, emulation.measure(device))
 
 
 def _combine(engine: str, blocks: list[_Block]) -> Figures:
@@ -276,11 +279,13 @@ def _combine(engine: str, blocks: list[_Block]) -> Figures:
     exposed = [a - b for a, b in zip(waited["network"], waited[waitless], strict=True)]
     counterfactual = difference("network", "free")
     # Only the first block makes the libraries' workspaces; the others find them there.
-    peak = min(block.peak for block in blocks)
+    peak, reserved = (min(getattr(b, name) for b in blocks) for name in ("peak", "reserved"))
     by_exposed = sorted(exposures("network"), key=lambda exposure: exposure.exposed_s)
     return Figures(
         engine,
-        Side.of(samples("network"), peak, sum(last.calls.values())),
+        Side.of(
+            samples("network"), peak, sum(last.calls.values()), ahead("network"), reserved or None
+        ),
         free_step_ms=statistics.median(sample.step_ms for sample in samples("free")),
         exposed_ms=statistics.median(exposed),
         exposed_spread_ms=benchmark.spread(exposed),
@@ -288,7 +293,6 @@ def _combine(engine: str, blocks: list[_Block]) -> Figures:
         counterfactual_spread_ms=benchmark.spread(counterfactual),
         waiting_ms=statistics.median(difference("network", waitless)),
         contention_ms=statistics.median(difference(waitless, "free")),
-        device_ms=statistics.median(ahead("network")),
         waited_ms=statistics.median(waited["network"]),
         free_waited_ms=statistics.median(waited["free"]),
         calls=dict(last.calls),

@@ -132,6 +132,7 @@ class Profile:
             self._traced = self._choose_traced(cuda)
             self._history = profile_memory.CudaHistory() if cuda else None
             self.marks = Marks(self._device, Nvtx() if cuda else None)
+            self.marks.turn("", "forward")  # the first step begins as the others do
             self.marks.on_forward = self._at_forward
             self._running = ExitStack()
             self._running.enter_context(profile_foreign.note_backward(self.marks))
@@ -153,12 +154,10 @@ class Profile:
         self.taken.begin()
 
     def _choose_traced(self, cuda: bool) -> range:
-        """Which steps are traced: as few as can be, because it lengthens them. On a CPU without a
-        model nothing tells where the last one begins.
-        """
+        """Which steps are traced: as few as can be, because it lengthens them."""
         if cuda:
             return range(min(TRACED_ON_CUDA, self.steps))
-        return range(self.steps - 1 if self._knows_forwards else 0, self.steps)
+        return range(self.steps - 1, self.steps)
 
     def _begin_trace(self) -> None:
         self._before = self._find_owners()
@@ -206,12 +205,18 @@ class Profile:
             with self._costs():
                 self._end_trace()
             self.taken.begin()
+        elif not self._knows_forwards:  # the next step begins here
+            self._trace_if_next()
 
     def _at_forward(self) -> None:
         """A forward begins: of the first step that is traced, it may be, or of one too many."""
         if len(self.bounds) >= self.steps:
             self._stop()
-        elif len(self.bounds) == self._traced.start and not self._tracing:
+        else:
+            self._trace_if_next()
+
+    def _trace_if_next(self) -> None:
+        if len(self.bounds) == self._traced.start and not self._tracing:
             with self._costs():
                 self._begin_trace()
             self.taken.begin()

@@ -20,6 +20,7 @@ from shardwise.measurement.profile.retime import retime
 from shardwise.measurement.profile.spans import HostPieces, cut_host
 from shardwise.measurement.profile.steps import Steps
 from shardwise.measurement.profile.trace import Trace, unix_offset
+from shardwise.run_files import TRACED, UNTRACED
 
 NO_TRACE = (
     "the profile ended before its last step, the traced one: what the host did between operations "
@@ -76,6 +77,8 @@ def choose(seen: Collected, trace: Trace | None, count: int, peers: Peers) -> Ch
     slowest = [max(times) for times in zip(*peers.exchange(took[:count]), strict=True)]
     shown = sorted(timed, key=slowest.__getitem__)[(len(timed) - 1) // 2]
     labels = {"step_ms": f"{statistics.median(slowest[i] for i in timed) / 1e6:.3f}"}
+    # What kind of step the shown one is as to its time; a comparison wants two of one kind.
+    labels["timing"] = TRACED if timed == traced else UNTRACED
     if trace is None or source is None:
         return Choice(shown, None, None, None, NO_TRACE, True, labels)
     if timed == traced:
@@ -95,6 +98,7 @@ def choose(seen: Collected, trace: Trace | None, count: int, peers: Peers) -> Ch
         note = "the traced step is shown ({} ms where the timed one took {}), because ".format(
             *took_ms
         )
+        labels["timing"] = TRACED
         return Choice(source, source, trace, None, note + whys[0], True, labels)
     note = RETIMED if seen.device == "cuda" else ""
     return Choice(shown, source, brought, carry, note, False, labels)
