@@ -28,12 +28,13 @@ def clip_grad_norm(
     engine = engine_of(model)
     engine.check_interrupted()
     live = [g for g in (unit.gradients for unit in engine.units) if g is not None and _is_live(g)]
+    whole = [unit.gradients for unit in engine.units if unit.mesh.shard.size == 1]
     mesh = engine.mesh.device_mesh
     several = any(unit.mesh.device_mesh != mesh for unit in engine.units)
     if several or any(g.nested for g in live):
         total = _norm_of_each(live, engine.mesh.device)
     else:
-        total = _norm_of_all(live, engine.mesh)
+        total = _norm_of_all(live, whole, engine.mesh)
     # Parameters outside the engine (ignored ones) are whole on every rank.
     outside = [p.grad for p in model.parameters() if p.grad is not None and not guard.engine_of(p)]
     if outside:
@@ -51,14 +52,22 @@ def clip_grad_norm(
     return total
 
 
-def _norm_of_all(live: list[Gradients], mesh: Mesh) -> torch.Tensor:
-    """All gradients are cut over one mesh: one norm per buffer, one small all-reduce."""
-    squares = torch.zeros((), device=mesh.device)
-    if live:
-        norms = torch._foreach_norm([g.counted for g in live])
-        squares += torch.stack([norm.float() for norm in norms]).square().sum().to(mesh.device)
+def _norm_of_all(
+    live: list[Gradients], whole: list[Gradients | None], mesh: Mesh
+) -> torch.Tensor:
+    """All gradients are cut over one mesh, or `whole` on every rank and so counted by each for
+    itself: one norm per buffer, one small all-reduce.
+    """
+    squares = _squares([g for g in live if g not in whole], mesh.device)
     mesh.shard.all_reduce(squares).wait()
-    return squares.sqrt()
+    return (squares + _squares([g for g in live if g in whole], mesh.device)).sqrt()
+
+
+def _squares(gradients: list[Gradients], device: torch.device) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm([g.counted for g in gradients])
+    return torch.stack([norm.float() for norm in norms]).square().sum().to(device)
 
 
 def _norm_of_each(live: list[Gradients], device: torch.device) -> torch.Tensor:
