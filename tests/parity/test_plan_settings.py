@@ -5,6 +5,7 @@ and copies of its models.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from shardwise.description.cluster_toml import load_cluster
+from shardwise.description.workload import Workload
+from shardwise.planning.cost import Costs
+from shardwise.planning.memory import count_sent
+from shardwise.planning.schedule import works_of
+from shardwise.planning.schedule_engine import EngineSchedule
+from shardwise.planning.schedule_step import StepOptions
 from shardwise.runtime.api import engine_of
 from tests.parity.models import build, loss_sum, token_batch
 from tests.parity.oracle import MAX_NORM, OPTIMIZERS, STEPS, difference, indices, train_alone
@@ -168,6 +176,43 @@ def _whole_looks_everywhere() -> None:
 
 def test_whole_parameters_are_replicated_dtensors(four: Ranks) -> None:
     four.run(_whole_looks_everywhere)
+
+
+def _foretold(name: str, settings: dict[str, Any]) -> None:
+    """What a step sends of each collective, in bytes and in calls: the Plan's formulas and the
+    simulator's schedule against real ranks.
+    """
+    plan = sw.Plan.of(name, mesh=_mesh(name), gather="packed", **settings)
+    tokens, micro_batches = token_batch(0, dist.get_rank()), 2
+    model = sw.shard(build("odd"), plan)
+    for _ in range(2):  # the first step finds the order
+        with sw.record() as log:
+            for each in sw.microbatches(model, [tokens] * micro_batches):
+                loss_sum(model(each), each).backward()
+            model.zero_grad()
+    resolved = plan.resolve(build("odd"))
+    sent = count_sent(resolved, micro_batches)
+    for collective in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert log.sent(collective) == getattr(sent, collective), (name, settings, collective)
+    described = sw.describe(build("odd"), tokens, plan, device="cpu")
+    workload = Workload(5, 1, micro_batches)
+    works = works_of(resolved, described, workload)
+    costs = Costs(load_cluster("cpu-gloo"), streams=False)
+    found = EngineSchedule(resolved, works, costs, workload, StepOptions(optimizer=False))
+    program = found.build((1,) * micro_batches)
+    foretold = Counter((op.name, op.group) for op in program.ops if op.group)
+    assert foretold == Counter((call.name, call.axis) for call in log.calls), (name, settings)
+
+
+def _foretold_everywhere() -> None:
+    for name in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
+        for sync in SYNCS:
+            dtype = "bfloat16" if sync != "each" else None
+            _foretold(name, {**WHOLE, "sync": sync, "compute_dtype": dtype})
+
+
+def test_the_plan_foretells_whole_parameters(four: Ranks) -> None:
+    four.run(_foretold_everywhere)
 
 
 def _own_mesh() -> None:

@@ -188,7 +188,7 @@ class Plan:
             settings["whole"] = (settings["whole"],)
         cut = Cut.parse(settings.pop("units", None))
         own = mesh if isinstance(mesh, DeviceMesh) else None
-        shape = mesh if own is None else _shape_of(own)
+        shape = _shape_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
         return cls(name, _parse_mesh(name, shape), cut=cut, device_mesh=own, **settings)
 
     @property

@@ -52,9 +52,7 @@ def clip_grad_norm(
     return total
 
 
-def _norm_of_all(
-    live: list[Gradients], whole: list[Gradients | None], mesh: Mesh
-) -> torch.Tensor:
+def _norm_of_all(live: list[Gradients], whole: list[Gradients | None], mesh: Mesh) -> torch.Tensor:
     """All gradients are cut over one mesh, or `whole` on every rank and so counted by each for
     itself: one norm per buffer, one small all-reduce.
     """

@@ -41,9 +41,9 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     own = plan.device_mesh
     if own is not None:
         _check_own(own, device)
-    both = own or _make_mesh(device.type, plan.mesh, ("replicate", "shard"))
+    names = ("replicate", "shard")
+    both = _make_mesh(device.type, plan.mesh, names) if own is None else own
     control = None if dist.get_backend() == "fake" else _control_mesh(both, plan)
-    axes = [_group(plan, both, axis, control) for axis in ("replicate", "shard")]
     k, keep = plan.keep_after_forward, None
     if k is not None and not isinstance(k, bool):
         shape = (plan.replicate, plan.shard // k, k)
@@ -51,7 +51,8 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
         keep = Group("keep", small.get_group("keep"), k, small.get_local_rank("keep"), None)
     # DTensors live on the caller's mesh, or on the axes that are there.
     seen = both if own is not None or plan.replicate > 1 else both["shard"]
-    return Mesh(device, *axes, seen, keep)
+    replicate, shard = (_group(plan, both, axis, control) for axis in names)
+    return Mesh(device, replicate, shard, seen, keep)
 
 
 def unsharded(mesh: Mesh) -> Mesh:
