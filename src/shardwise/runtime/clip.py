@@ -28,7 +28,7 @@ def clip_grad_norm(
     engine = engine_of(model)
     engine.check_interrupted()
     live = [g for g in (unit.gradients for unit in engine.units) if g is not None and _is_live(g)]
-    whole = [unit.gradients for unit in engine.units if unit.mesh.shard.size == 1]
+    whole = {id(unit.gradients) for unit in engine.units if unit.mesh.shard.size == 1}
     mesh = engine.mesh.device_mesh
     several = any(unit.mesh.device_mesh != mesh for unit in engine.units)
     if several or any(g.nested for g in live):
@@ -52,13 +52,13 @@ def clip_grad_norm(
     return total
 
 
-def _norm_of_all(live: list[Gradients], whole: list[Gradients | None], mesh: Mesh) -> torch.Tensor:
+def _norm_of_all(live: list[Gradients], whole: set[int], mesh: Mesh) -> torch.Tensor:
     """All gradients are cut over one mesh, or `whole` on every rank and so counted by each for
     itself: one norm per buffer, one small all-reduce.
     """
-    squares = _squares([g for g in live if g not in whole], mesh.device)
+    squares = _squares([g for g in live if id(g) not in whole], mesh.device)
     mesh.shard.all_reduce(squares).wait()
-    return (squares + _squares([g for g in live if g in whole], mesh.device)).sqrt()
+    return (squares + _squares([g for g in live if id(g) in whole], mesh.device)).sqrt()
 
 
 def _squares(gradients: list[Gradients], device: torch.device) -> torch.Tensor:
