@@ -8,6 +8,7 @@ import copy
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -318,6 +319,9 @@ def _copies(name: str, settings: dict[str, Any]) -> None:
     for (key, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert type(ours) is type(theirs) and ours is not theirs, key
         assert ours.requires_grad == theirs.requires_grad
+    if name != "ddp":
+        with pytest.raises(RuntimeError, match="copy the model"):
+            copy.deepcopy(model.layers)
     model.zero_grad()
     twin.zero_grad()
     other = copy.deepcopy(alone)

@@ -58,19 +58,30 @@ def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
                 unit.free()
         for node in nodes:
             node.unhang()
+            del node.module.__dict__["__deepcopy__"]
         unbind(model)
-        del model.__dict__["__deepcopy__"]
         try:
             twin, copies = copy_module(model, units, memo)
         finally:
+            bind(model, engine)
             for node in nodes:
                 node.hang()
-            bind(model, engine)
-            model.__dict__["__deepcopy__"] = copy
+            let_copy()
         _start(twin, plan, [repeat_unit(unit, copies) for unit in units], mesh)
         return twin
 
-    model.__dict__["__deepcopy__"] = copy
+    def let_copy() -> None:
+        for node in nodes:
+            node.module.__dict__["__deepcopy__"] = copy if node.module is model else _refuse_part
+
+    let_copy()
+
+
+def _refuse_part(memo: dict[int, Any]) -> nn.Module:
+    raise RuntimeError(
+        "a part of a model that a Plan shards has no engine to be copied with; copy the model, "
+        "which then trains by itself, and take the part from the copy"
+    )
 
 
 def bind(model: nn.Module, engine: Engine | Callable[[], Engine]) -> None:
