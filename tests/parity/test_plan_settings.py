@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.workload import Workload
 from shardwise.planning.cost import Costs
-from shardwise.planning.memory import count_sent
+from shardwise.planning.memory import count_kept, count_sent
 from shardwise.planning.schedule import works_of
 from shardwise.planning.schedule_engine import EngineSchedule
 from shardwise.planning.schedule_step import StepOptions
@@ -204,6 +204,10 @@ def _foretold(name: str, settings: dict[str, Any]) -> None:
                 loss_sum(model(each), each).backward()
             model.zero_grad()
     resolved = plan.resolve(build("odd"))
+    units, kept = engine_of(model).units, count_kept(resolved)
+    assert kept.master == sum(unit.parameters.master.nbytes for unit in units)
+    trained = [unit.gradients for unit in units if unit.gradients is not None]
+    assert kept.gradients == sum(each.layout.shard_numel * 4 for each in trained)
     sent = count_sent(resolved, micro_batches)
     for collective in ("all_gather", "reduce_scatter", "all_reduce"):
         assert log.sent(collective) == getattr(sent, collective), (name, settings, collective)
