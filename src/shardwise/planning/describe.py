@@ -46,7 +46,8 @@ def describe(
 
     inputs: a Workload (for models of tokens), or the model's arguments: one tensor, a sequence of
         positional ones, or a mapping of keyword ones; only their shapes and dtypes matter.
-    plan: its units, one for one, and its compute dtype; or what `Plan.of(units=...)` takes.
+    plan: its units, one for one, and its compute dtype; or what `Plan.of(units=...)` takes. What it
+        keeps whole counts with the modules that use it.
     loss: `loss(model, *inputs)`; without it the output itself, if it is a scalar (or has one as
         `.loss`), else its sum.
     device: whose fused kernels to count, "cuda" or "cpu".
