@@ -293,6 +293,10 @@ def test_whole_weights_load_through_torch(four: Ranks) -> None:
     four.run(_load_whole)
 
 
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _copies(name: str, settings: dict[str, Any]) -> None:
     """A copy trains by itself from where it was made; the original goes on undisturbed."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -318,7 +322,18 @@ def _copies(name: str, settings: dict[str, Any]) -> None:
     step([alone, model], opts, 0)
     tokens = token_batch(0, rank)
     loss_sum(model(tokens), tokens).backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = loss_sum(model(tokens), tokens)
+    copy.deepcopy(model)  # between forward and backward
+    loss.backward()
     twin = copy.deepcopy(model)
+    for each in (model, twin):
+        for parameter, grad in zip(each.parameters(), before, strict=True):
+            if isinstance(parameter, DTensor):  # torch copies no gradient of a plain parameter
+                assert (parameter.grad is None) == (grad is None)
+            if parameter.grad is not None:
+                assert torch.equal(_local(parameter.grad), _local(grad))
     assert sw.full_state_dict(twin).keys() == sw.full_state_dict(model).keys()
     for (key, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert type(ours) is type(theirs) and ours is not theirs, key
