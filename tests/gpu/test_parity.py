@@ -34,6 +34,9 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "zero3-each": ("zero3", 2, {"gather": "each"}),
     "zero3-grouped": ("zero3", 2, {"gather": "grouped"}),
     "zero3-last": ("zero3", 2, {"sync": "last"}),
+    "zero3-whole": ("zero3", 2, {"whole": "layers.*.norm.*", "whole_below": 40}),
+    "zero2-whole": ("zero2", 2, {"whole": "*.up.*", "sync": "scatter_each_reduce_last"}),
+    "zero1-whole": ("zero1", 2, {"whole": "*.up.*", "sync": "last", "reduce_depth": 2}),
     "hsdp-zero2": ("hsdp", (2, 1), {"inner": "zero2"}),
     "hsdp-zero3": ("hsdp", (2, 1), {"sync": "scatter_each_reduce_last"}),
 }

@@ -73,6 +73,10 @@ def test_meshes(name: str, mesh: Any, expected: tuple[int, int]) -> None:
         (("zero3", 4), {"units": True}, "units: got True"),
         (("zero3", 4), {"units": -3}, "positive number, got -3"),
         (("zero3", 4), {"units": []}, "units: got"),
+        (("zero3", 4), {"average": "yes"}, "average is 'yes', expected true or false"),
+        (("zero3", 4), {"whole": 3}, "whole is 3, expected patterns of parameter names"),
+        (("zero3", 4), {"whole_below": -1}, "whole_below is -1, expected a whole number of bytes"),
+        (("zero3", 4), {"device_mesh": None}, "no setting 'device_mesh'"),
     ],
 )
 def test_bad_values_are_named(arguments: Any, settings: dict[str, Any], told: str) -> None:
@@ -106,6 +110,34 @@ def test_unknown_json_keys_are_errors() -> None:
 def test_a_plan_file_edited_wrongly_is_told(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Plan.from_json(text)
+
+
+def test_parameters_kept_whole_are_units_of_their_own() -> None:
+    """By name (also a tied one's other name) and by size; JSON, explain; a pattern must match."""
+    model = build("odd")
+    plan = Plan.of("zero3", 2, whole=["layers.*.norm.*", "head.weight"], whole_below=8)
+    units = plan.resolve(model).require_units()
+    kept = [p.name for unit in units if unit.whole for p in unit.parameters]
+    norms = [f"layers.{i}.norm.{end}" for i in range(3) for end in ("weight", "bias")]
+    assert sorted(kept) == sorted([*norms, "embed.weight", *(f"layers.{i}.gate" for i in range(3))])
+    assert [unit.whole for unit in units] == [True] + [False] * (len(units) - 1)
+    others = [p.name for unit in units if not unit.whole for p in unit.parameters]
+    assert sorted(kept + others) == sorted(name for name, _ in model.named_parameters())
+    resolved = plan.resolve(model)
+    assert Plan.from_json(resolved.to_json()) == resolved == resolved.resolve(build("odd"))
+    assert "whole on every rank: 10 tensors" in resolved.explain()
+    for name in ("ddp", "zero3"):
+        with pytest.raises(ValueError, match=r"whole: '\*.nrom' matches no parameter"):
+            Plan.of(name, 2, whole="*.nrom").resolve(model)
+    assert not any(u.whole for u in Plan.of("ddp", 2, whole="*").resolve(model).require_units())
+    everything = Plan.of("zero3", 2, whole="*").resolve(model)
+    assert all(unit.whole for unit in everything.require_units())
+
+
+def test_averages_are_told() -> None:
+    plan = Plan.of("hsdp", (2, 4), average=True)
+    assert Plan.from_json(plan.to_json()) == plan and plan.average
+    assert "averaged over 8 ranks" in plan.explain()
 
 
 def names_of(plan: Plan, model: nn.Module) -> dict[str, list[str]]:

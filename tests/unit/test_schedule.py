@@ -71,6 +71,7 @@ def test_memory_comes_and_goes_in_balance(strategy: str, streams: bool, sync: st
         Plan.of("hsdp", (2, 2), inner="zero2"),
         Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last", compute_dtype="bfloat16"),
         Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last", reduce_dtype="bfloat16"),
+        Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last", average=True),
     ],
 )
 @pytest.mark.parametrize("streams", [True, False])

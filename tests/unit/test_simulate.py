@@ -6,8 +6,10 @@ import dataclasses
 import time
 
 import pytest
+import torch
 
 from shardwise.description.cluster import Cluster, Device, Host, Level, MatmulRate, Protocol
+from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
@@ -18,6 +20,7 @@ from shardwise.description.model import (
 )
 from shardwise.description.workload import Workload
 from shardwise.planning.cost import Costs
+from shardwise.planning.describe import describe
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
 from shardwise.planning.schedule import Op, Program
@@ -26,6 +29,7 @@ from shardwise.planning.search_models import checkpointed, cut_described
 from shardwise.planning.simulate import fold, mesh_axes, simulate
 from shardwise.planning.simulate_events import Rank, run
 from shardwise.timeline import COMPUTE, Timeline
+from tests.parity.models import build
 
 MS = 1e-3
 # A unit is 8 MB; the link moves 1 GB/s, so a gather over 2 ranks takes 4 ms.
@@ -263,3 +267,28 @@ def test_it_is_quick() -> None:
     )  # fmt: skip
     assert time.process_time() - began < 10
     assert len(distinct.ranks) == 64
+
+
+def test_parameters_kept_whole_are_all_reduced_by_everybody() -> None:
+    """Through a model's own description: the units that travel apart run with their modules."""
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    options, cluster = StepOptions(optimizer=False), load_cluster("cpu-gloo")
+    for name, mesh in (("zero3", 4), ("hsdp", (2, 2))):
+        plan = Plan.of(name, mesh, whole=["*.norm.*", "head.*"], average=True).resolve(
+            build("even")
+        )
+        description = describe(build("even"), tokens, plan, device="cpu")
+        for streams in (True, False):
+            costs = Costs(cluster, streams=streams)
+            workload = Workload(5, 2, 2)
+            found = simulate(plan, description, cluster, workload, costs=costs, options=options)
+            sums = [span for span in found.spans if span.stream == "all" and span.rank == 0]
+            kept = [unit.name for unit in plan.require_units() if unit.whole]
+            assert [(s.name, s.unit) for s in sums] == [("all_reduce", u) for u in kept] * 2
+            # Complete with the first block's backward, where the first norm's gradient arrives.
+            spans = [s for s in found.spans if s.name == "backward" and s.rank == 0]
+            assert sums[-1].start >= max(s.end for s in spans if s.unit == "layers.0")
+            divided = [s for s in found.spans if s.name == "divide" and s.rank == 0]
+            assert len(divided) == 2 * len(plan.require_units())
+    with pytest.raises(ValueError, match="fully_shard keeps no parameters whole"):
+        simulate(plan, description, CLUSTER, Workload(5, 2), engine="fsdp2")

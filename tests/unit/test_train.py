@@ -103,6 +103,7 @@ def test_bfloat16_with_recomputation_follows_the_same_losses(finished, tmp_path)
     [
         (["--plan", "zero4"], [], "shardwise: plan zero4: "),
         (["--plan", "zero3"], ["plan.bucket_byte=1"], "shardwise: plan zero3: "),
+        (["--plan", "ddp"], ["plan.average=true"], "average=True would divide twice"),
         (["--plan", "hsdp"], ["plan.mesh=2x2"], "is for 4 ranks, but 1 are running"),
         (["--data", "absent.txt"], [], "shardwise: data file absent.txt does not exist"),
     ],

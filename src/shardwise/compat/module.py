@@ -13,9 +13,8 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from shardwise.compat import memory
 from shardwise.compat.copying import copy_sharded
-from shardwise.compat.policies import divide
 from shardwise.compat.state import State, state_of, states_in
-from shardwise.sharding.unit import Unit
+from shardwise.sharding.unit import Unit, divide
 
 
 class UnshardHandle(TorchUnshardHandle):

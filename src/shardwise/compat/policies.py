@@ -64,14 +64,3 @@ def make_options(
         keep=keep,
         stays_shown=True,
     )
-
-
-def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
-    """Divide gradients by `factor` in all. A dtype of small range takes about the square root of it
-    before the sum and the rest after, so that neither end of the range is left.
-    """
-    before = 1.0
-    if reduce_dtype not in (torch.float32, torch.bfloat16):
-        while factor % before == 0 and factor / before > before:
-            before *= 2
-    options.divide_before, options.divide_after = before, factor / before

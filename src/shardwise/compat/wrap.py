@@ -20,14 +20,13 @@ from shardwise.compat.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    divide,
     make_options,
 )
 from shardwise.compat.state import State, state_of
 from shardwise.runtime.explain import explain
 from shardwise.sharding.extended import is_extended
 from shardwise.sharding.storage import Member
-from shardwise.sharding.unit import Unit
+from shardwise.sharding.unit import Unit, divide
 
 Placed = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 

@@ -46,7 +46,8 @@ def describe(
 
     inputs: a Workload (for models of tokens), or the model's arguments: one tensor, a sequence of
         positional ones, or a mapping of keyword ones; only their shapes and dtypes matter.
-    plan: its units, one for one, and its compute dtype; or what `Plan.of(units=...)` takes.
+    plan: its units, one for one, and its compute dtype; or what `Plan.of(units=...)` takes. What it
+        keeps whole counts with the modules that use it.
     loss: `loss(model, *inputs)`; without it the output itself, if it is a scalar (or has one as
         `.loss`), else its sum.
     device: whose fused kernels to count, "cuda" or "cpu".
@@ -57,7 +58,7 @@ def describe(
         raise UserError(
             f"describe needs an nn.Module, got {model!r:.60}; `search` takes a preset's name too"
         )
-    resolved = _as_plan(plan).resolve(model)
+    resolved = by_modules(_as_plan(plan), model)
     trace = trace_model(
         model,
         inputs,
@@ -115,7 +116,7 @@ def describe_preset(
 
     The last few traces are kept, so that many Plans of one workload are quick.
     """
-    resolved = _as_plan(plan).resolve(_build_preset(name, workload.sequence))
+    resolved = by_modules(_as_plan(plan), _build_preset(name, workload.sequence))
     # The trace depends on these fields only.
     shape = dataclasses.replace(workload, micro_batches=1, optimizer="adamw", sizes=None)
     if sequences is not None:
@@ -149,6 +150,15 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 def _as_plan(plan: Plan | Cut | Any) -> Plan:
     return plan if isinstance(plan, Plan) else Plan.of("zero3", units=plan)
+
+
+def by_modules(plan: Plan, model: nn.Module) -> Plan:
+    """The Plan whose units a description follows: parameters that are kept whole travel apart, but
+    count with the modules that compute with them.
+    """
+    if plan.whole or plan.whole_below:
+        plan = dataclasses.replace(plan, whole=(), whole_below=0, units=None)
+    return plan.resolve(model)
 
 
 def _unit_facts(unit: UnitSpec) -> UnitFacts:

@@ -34,6 +34,7 @@ class UnitBytes:
     state: int  # AdamW's, of this rank's rows
     aliased: bool  # the full unit is the master itself: nothing to gather, nothing more to hold
     packs: bool  # a gather needs staging of the unit's size
+    whole: bool  # one rank has all rows: nothing to scatter, and the gradient buffer may be reduced
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class SentBytes:
 def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
     """S x m, n x S x c, (T + C) x m, n x (T + C) x d of docs/formulas.md."""
     own, compute, reduce = plan.dtypes(unit.parameters[0].dtype)
-    everything = lay_out([p.shape for p in unit.parameters], plan.shard)
-    trained = lay_out([p.shape for p in unit.parameters if p.trainable], plan.shard)
+    _, ranks = plan.axes_of(unit)
+    everything = lay_out([p.shape for p in unit.parameters], ranks)
+    trained = lay_out([p.shape for p in unit.parameters if p.trainable], ranks)
     full = everything.full_numel * compute.itemsize
     reduced = trained.shard_numel + (trained.counts if plan.world > 1 else 0)
     gather = choose_gather(plan.gather, len(unit.parameters), full)
@@ -75,17 +77,18 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
         master=everything.shard_numel * own.itemsize,
         full=full,
         gradient=reduced * own.itemsize,
-        slot=reduced * plan.shard * reduce.itemsize,
+        slot=reduced * ranks * reduce.itemsize,
         state=STATE_TENSORS * trained.shard_numel * own.itemsize,
-        aliased=plan.shard == 1 and own == compute,
-        packs=plan.shard > 1 and gather == "packed",
+        aliased=ranks == 1 and own == compute,
+        packs=ranks > 1 and gather == "packed",
+        whole=ranks == 1,
     )
 
 
 def count_kept(plan: Plan) -> KeptBytes:
     """Bytes one rank holds, by role."""
     units = [size_of_unit(plan, unit) for unit in plan.require_units()]
-    slots = sorted((u.slot for u in units if plan.shard > 1 or u.slot != u.gradient), reverse=True)
+    slots = sorted((u.slot for u in units if not u.whole or u.slot != u.gradient), reverse=True)
     ring = len(slots) if plan.strategy.gradients == "replicate" else max(plan.reduce_depth, 1)
     return KeptBytes(
         master=sum(u.master for u in units),
@@ -117,20 +120,22 @@ def peak_full(plan: Plan, units: list[UnitBytes]) -> int:
 def _kept_pieces(plan: Plan, unit: UnitBytes) -> int:
     """With keep_after_forward = k, every rank keeps 1/k of each unit from forward to backward."""
     k = plan.keep_after_forward
-    return unit.full // k if isinstance(k, int) and not isinstance(k, bool) else 0
+    if unit.whole or k is None or isinstance(k, bool):
+        return 0
+    return unit.full // k
 
 
 def count_sent(plan: Plan, micro_batches: int = 1) -> SentBytes:
     """Bytes one rank sends per step of `micro_batches`: a gather or scatter of S bytes over n ranks
     sends S(n-1)/n.
     """
-    n, r = plan.shard, plan.replicate
     scatters = 1 if plan.sync == "last" else micro_batches
     reduces = micro_batches if plan.sync == "each" else 1
     gathered = scattered = reduced = 0.0
     for spec in plan.require_units():
-        unit = size_of_unit(plan, spec)
-        gathered += unit.full * _gather_share(plan, spec.modules == ("",), micro_batches)
+        unit, (r, n) = size_of_unit(plan, spec), plan.axes_of(spec)
+        if n > 1:
+            gathered += unit.full * _gather_share(plan, spec.modules == ("",), micro_batches)
         scattered += unit.slot * (n - 1) / n * scatters
         reduced += 2 * (unit.slot / n) * (r - 1) / r * reduces
     return SentBytes(gathered, scattered, reduced)
@@ -154,7 +159,9 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
     lines = [
         f"{plan.title}: mesh {plan.replicate} x {plan.shard} (replicate x shard)",
         f"  parameters {row.parameters}, gradients {row.gradients}, optimizer state {row.state}; "
-        f"sync {plan.sync}" + (f"; reduce {plan.reduce}" if plan.name == "ddp" else ""),
+        f"sync {plan.sync}"
+        + (f"; reduce {plan.reduce}" if plan.name == "ddp" else "")
+        + (f"; gradients averaged over {plan.world} ranks" if plan.average else ""),
     ]
     if plan.units is None:
         lines.append("  no model yet: plan.resolve(model).explain() gives bytes")
@@ -168,6 +175,12 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         f"  {count:,} parameters in {len(plan.units)} units; kept as {_name(own)}, computed in "
         f"{_name(compute)}, reduced in {_name(reduce)}"
     )
+    kept_whole = [p for unit in plan.units if unit.whole for p in unit.parameters]
+    if kept_whole:
+        lines.append(
+            f"  whole on every rank: {len(kept_whole)} tensors, "
+            f"{show_bytes(sum(p.nbytes for p in kept_whole))}"
+        )
     batches = "micro-batch" if micro_batches == 1 else "micro-batches"
     table = [
         ("kept per rank", "master parameters", kept.master),

@@ -11,25 +11,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import nearest
 from shardwise.planning import memory
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
 from shardwise.planning.units import (
+    BUCKET_BYTES,
     MIB,
     Cut,
     ParameterSpec,
     UnitSpec,
+    Whole,
     cut_buckets,
     cut_units,
 )
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
-# Bytes of one message where the strategy does not pay for size with memory: 25 MB is DDP's own
-# default, 32 MiB is the larger of seed 001's two communication sizes.
+# Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
+# seed 001's two communication sizes.
 LEAST_UNITS = 4
-DEFAULT_BUCKET_BYTES = {"ddp": 25 * MIB, "zero1": 32 * MIB, "zero2": 32 * MIB, "zero3": None}
+DEFAULT_BUCKET_BYTES = {"ddp": BUCKET_BYTES, "zero1": 32 * MIB, "zero2": 32 * MIB, "zero3": None}
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Plan:
 
     reduce: str = "bucketed"  # ddp only: naive, flat, overlap, bucketed
     sync: str = "each"  # each, scatter_each_reduce_last, last
+    average: bool = False  # divide the sums by the number of all ranks
     forward_prefetch: int = 1  # units gathered ahead of the one that runs
     backward_prefetch: int = 1
     reduce_depth: int = 1  # gradient slots in flight before backward waits for the oldest
@@ -64,7 +68,14 @@ class Plan:
         "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
     )
 
+    # Parameters that every rank keeps whole, with their gradients and optimizer state: those with a
+    # name that matches a shell pattern, and those of fewer bytes. ddp keeps all of them so.
+    whole: tuple[str, ...] = ()
+    whole_below: int = 0
+
     units: tuple[UnitSpec, ...] | None = None
+    # The caller's own mesh: its groups are used. Not part of the value; JSON keeps its shape.
+    device_mesh: DeviceMesh | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check_choice("name", NAMES)
@@ -91,6 +102,9 @@ class Plan:
                 f"Plan.bucket_bytes is {self.bucket_bytes!r}, expected a positive whole number of "
                 "bytes"
             )
+        if not isinstance(self.average, bool):
+            raise ValueError(f"Plan.average is {self.average!r}, expected true or false")
+        self._check_whole()
         if self.name != "ddp" and self.reduce != "bucketed":
             raise ValueError(
                 f"Plan.reduce={self.reduce!r} is a setting of 'ddp'; {self.name!r} reduces by unit "
@@ -107,6 +121,19 @@ class Plan:
         value = getattr(self, field)
         if value not in choices:
             raise ValueError(f"Plan.{field} is {value!r}{nearest(str(value), choices)}")
+
+    def _check_whole(self) -> None:
+        if isinstance(self.whole, list):
+            object.__setattr__(self, "whole", tuple(self.whole))
+        if not (isinstance(self.whole, tuple) and all(isinstance(p, str) for p in self.whole)):
+            raise ValueError(
+                f"Plan.whole is {self.whole!r}, expected patterns of parameter names, such as "
+                "('*.norm.*', 'head.bias')"
+            )
+        if type(self.whole_below) is not int or self.whole_below < 0:
+            raise ValueError(
+                f"Plan.whole_below is {self.whole_below!r}, expected a whole number of bytes"
+            )
 
     def _check_mesh(self) -> None:
         mesh = self.mesh
@@ -141,20 +168,28 @@ class Plan:
             )
 
     @classmethod
-    def of(cls, name: str, mesh: int | str | tuple[int, ...] = 1, **settings: Any) -> Plan:
+    def of(
+        cls, name: str, mesh: int | str | tuple[int, ...] | DeviceMesh = 1, **settings: Any
+    ) -> Plan:
         """A Plan by strategy name. `mesh` is (replicate, shard), "2x4", or one number n: (n, 1) for
-        ddp, (1, n) for the zero family. `units` takes classes, name patterns or a parameter count
+        ddp, (1, n) for the zero family; or torch's DeviceMesh of one or two such axes, whose groups
+        are then used. `units` takes classes, name patterns or a parameter count
         (see `Cut`).
         """
-        known = {field.name for field in dataclasses.fields(cls)} - {"name", "mesh", "cut"}
+        known = {field.name for field in dataclasses.fields(cls)}
+        known -= {"name", "mesh", "cut", "device_mesh"}
         for key in settings:
             if key not in known:
                 raise ValueError(f"Plan has no setting {key!r}{nearest(key, sorted(known))}")
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if isinstance(settings.get(field), torch.dtype):
                 settings[field] = str(settings[field]).removeprefix("torch.")
+        if isinstance(settings.get("whole"), str):
+            settings["whole"] = (settings["whole"],)
         cut = Cut.parse(settings.pop("units", None))
-        return cls(name=name, mesh=_parse_mesh(name, mesh), cut=cut, **settings)
+        own = mesh if isinstance(mesh, DeviceMesh) else None
+        shape = _shape_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+        return cls(name, _parse_mesh(name, shape), cut=cut, device_mesh=own, **settings)
 
     @property
     def replicate(self) -> int:
@@ -167,6 +202,10 @@ class Plan:
     @property
     def world(self) -> int:
         return self.replicate * self.shard
+
+    def axes_of(self, unit: UnitSpec) -> tuple[int, int]:
+        """The ranks that a unit is replicated and sharded over: the mesh, or all ranks and one."""
+        return (self.world, 1) if unit.whole else self.mesh
 
     @property
     def strategy(self) -> Strategy:
@@ -198,7 +237,9 @@ class Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan
         that has units already must fit the model exactly.
         """
+        whole = Whole(self.whole, self.whole_below)
         if self.name == "ddp":
+            whole.find(model)  # keeps everything so; a pattern must match something all the same
             bucket = self.message_bytes
             assert bucket is not None
             units = cut_buckets(model, REDUCES[self.reduce].group, bucket)
@@ -207,7 +248,7 @@ class Plan:
             if bucket and self.bucket_bytes is None:
                 # A small model still needs units that overlap each other.
                 bucket = min(bucket, sum(p.nbytes for p in model.parameters()) // LEAST_UNITS)
-            units = cut_units(model, self.cut, bucket)
+            units = cut_units(model, self.cut, bucket, whole.find(model))
         if self.units is not None and self.units != units:
             raise ValueError(_difference(self.units, units))
         return dataclasses.replace(self, units=units)
@@ -224,7 +265,9 @@ class Plan:
         return memory.explain(self, micro_batches)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        data = dataclasses.asdict(dataclasses.replace(self, device_mesh=None))
+        del data["device_mesh"]
+        return json.dumps(data, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -233,7 +276,7 @@ class Plan:
             data = json.loads(text)
         except ValueError as error:
             raise ValueError(f"a Plan is a JSON object, and this is not JSON: {error}") from error
-        fields = dataclasses.fields(cls)
+        fields = [field for field in dataclasses.fields(cls) if field.name != "device_mesh"]
         needed = tuple(field.name for field in fields if field.default is dataclasses.MISSING)
         _check_keys(data, "a Plan", tuple(field.name for field in fields), needed)
         mesh = data["mesh"]
@@ -268,14 +311,24 @@ def _list(value: Any, what: str) -> list[Any]:
 
 def _read_unit(unit: Any) -> UnitSpec:
     keys = tuple(field.name for field in dataclasses.fields(UnitSpec))
-    _check_keys(unit, "a unit", keys, keys)
+    _check_keys(unit, "a unit", keys, ("name", "modules", "parameters"))
     parameters = []
     for p in _list(unit["parameters"], "a unit's parameters"):
         keys = tuple(field.name for field in dataclasses.fields(ParameterSpec))
         _check_keys(p, "a unit's parameter", keys, keys)
         shape = tuple(_list(p["shape"], "a parameter's shape"))
         parameters.append(ParameterSpec(p["name"], shape, p["dtype"], p["trainable"]))
-    return UnitSpec(unit["name"], tuple(_list(unit["modules"], "modules")), tuple(parameters))
+    modules = tuple(_list(unit["modules"], "modules"))
+    return UnitSpec(unit["name"], modules, tuple(parameters), unit.get("whole", False))
+
+
+def _shape_of(mesh: DeviceMesh) -> int | tuple[int, ...]:
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"the mesh {mesh} has {mesh.ndim} axes; a Plan takes one, or (replicate, shard): give "
+            "the two that are data parallel, or use shardwise.fully_shard"
+        )
+    return mesh.size() if mesh.ndim == 1 else tuple(mesh.shape)
 
 
 def _parse_mesh(name: str, mesh: int | str | tuple[int, ...]) -> tuple[int, int]:

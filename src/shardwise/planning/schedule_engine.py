@@ -91,7 +91,7 @@ class EngineSchedule(StepSchedule):
         if unit.sizes.aliased or (unit.gathered and not unit.stale):
             return
         unit.stale, unit.gathered = False, True
-        b, full, n = self.b, unit.sizes.full, self.plan.shard
+        b, full, n = self.b, unit.sizes.full, unit.shard
         mode = choose_gather(self.plan.gather, unit.count, full, self.costs.streams)
         stages = mode == "packed" and n > 1
         b.engine_work("gather", unit.name, phase)

@@ -33,8 +33,7 @@ class Reducer:
     def __init__(self, plan: Plan, builder: Builder) -> None:
         self.plan, self.b, self.costs = plan, builder, builder.costs
         self.shard = Members(plan.shard)
-        self.replicas = Members(plan.replicate, plan.shard)
-        self.delays = plan.sync == "scatter_each_reduce_last" and plan.replicate > 1
+        self.delays = plan.sync == "scatter_each_reduce_last"
         self.during_backward = plan.name != "ddp" or REDUCES[plan.reduce].during_backward
         self.ring: deque[Reduction] = deque()
         self.lane_end = -1  # the last operation of the lanes
@@ -46,7 +45,8 @@ class Reducer:
             self.depth = plan.reduce_depth
 
     def reduce(self, unit: UnitState, last: bool) -> None:
-        b, sizes, whole = self.b, unit.sizes, self.plan.shard == 1
+        b, sizes, whole = self.b, unit.sizes, unit.shard == 1
+        delays = self.delays and unit.replicate > 1
         while self.ring and len(self.ring) >= self.depth:
             self._retire(self.ring.popleft())
         b.engine_work("reduce", unit.name, "backward")
@@ -80,7 +80,7 @@ class Reducer:
                 direct = direct or (whole and unit.accumulates == "flat")
                 unit.accumulates = ""
         overwrites = unit.overwrite
-        if direct or last or not self.delays:
+        if direct or last or not delays:
             unit.overwrite = False
         scattered = 0 if whole or direct else rounded(unit.scattered_bytes)
         b.hold("slots", scattered)
@@ -92,7 +92,7 @@ class Reducer:
             )  # fmt: skip
         elif self.costs.streams and packed >= 0:
             scatter = packed
-        crosses = self.plan.replicate > 1 and not (direct and unit.partial != "own")
+        crosses = unit.replicate > 1 and not (direct and unit.partial != "own")
         entry = Reduction(
             unit, packed, unit.grads, scattered, scatter, True, last, direct, overwrites
         )
@@ -136,7 +136,7 @@ class Reducer:
             return ((done,) if done >= 0 else ()) if self.costs.streams else b.behind_compute()
 
         in_flat = entry.direct
-        if self.delays:
+        if self.delays and unit.replicate > 1:
             if not unit.partial:
                 unit.partial = "flat" if entry.direct else "own"
                 if unit.partial == "own":
@@ -150,13 +150,16 @@ class Reducer:
             if not in_flat:
                 entry.slots += rounded(shard_bytes)
             unit.partial = ""
-        if self.plan.replicate > 1:
+        if unit.replicate > 1:
+            others = Members(unit.replicate, unit.shard)
             done = b.collective(
-                "all_reduce", name, "backward", "replicate", shard_bytes, self.replicas,
+                "all_reduce", name, "backward", unit.replicas_axis, shard_bytes, others,
                 (*then(), *b.behind_compute()),
             )  # fmt: skip
             if not self.costs.streams:
                 b.join(done)
+        if self.plan.average and self.plan.world > 1:
+            done = b.copy("divide", name, "backward", "scatter", 2 * shard_bytes, then())
         if not in_flat:
             times = 2 if entry.overwrites else 3
             done = b.copy("add", name, "backward", "scatter", times * shard_bytes, then())

@@ -53,6 +53,10 @@ class UnitState:
     trained: bool
     scattered_bytes: int  # one rank's rows in the reduce dtype
     same_reduce: bool  # the gradient buffer has the reduce dtype
+    # Ranks that have the unit's other rows, and the same rows; the axis of the latter.
+    shard: int = 1
+    replicate: int = 1
+    replicas_axis: str = "replicate"
     gathered: bool = False
     allocated: bool = False
     stale: bool = False
@@ -171,9 +175,10 @@ class StepSchedule:
 
 def state_of(plan: Plan, number: int) -> UnitState:
     spec = plan.require_units()[number]
+    replicate, shard = plan.axes_of(spec)
     own, compute, reduce = plan.dtypes(spec.parameters[0].dtype)
     trained = [p for p in spec.parameters if p.trainable]
-    layout = lay_out([p.shape for p in trained], plan.shard)
+    layout = lay_out([p.shape for p in trained], shard)
     sizes = size_of_unit(plan, spec)
     is_root = spec.modules == ("",)
     return UnitState(
@@ -189,4 +194,7 @@ def state_of(plan: Plan, number: int) -> UnitState:
         trained=bool(trained),
         scattered_bytes=layout.shard_numel * reduce.itemsize,
         same_reduce=reduce == own,
+        shard=shard,
+        replicate=replicate,
+        replicas_axis="all" if spec.whole else "replicate",
     )

@@ -12,7 +12,7 @@ from shardwise.description.model import ModelDescription, Pass, Segment, UnitDes
 from shardwise.description.preset import load_preset
 from shardwise.description.workload import Workload
 from shardwise.planning.buckets import group_by_bytes
-from shardwise.planning.describe import describe_trace, trace_model
+from shardwise.planning.describe import by_modules, describe_trace, trace_model
 from shardwise.planning.plan import DEFAULT_BUCKET_BYTES, LEAST_UNITS, Plan
 from shardwise.planning.schedule import scaled
 from shardwise.planning.strategies import REDUCES
@@ -67,9 +67,11 @@ class TracedModel:
                 checkpoint=workload.checkpoint,
                 compute_dtype=plan.compute_dtype,
             )
-        key = (shape, resolved.units)
+        apart = any(unit.whole for unit in resolved.require_units())
+        described = by_modules(plan, self.model) if apart else resolved
+        key = (shape, described.units)
         if key not in self._described:
-            self._described[key] = describe_trace(self._traces[shape], resolved, self.name)
+            self._described[key] = describe_trace(self._traces[shape], described, self.name)
         return resolved, self._described[key]
 
 

@@ -110,6 +110,8 @@ def mesh_axes(plan: Plan) -> dict[str, Callable[[int], Sequence[int]]]:
         "shard": lambda rank: range(rank // n * n, rank // n * n + n),
         "replicate": lambda rank: range(rank % n, world, n),
     }
+    if any(unit.whole for unit in plan.units or ()):
+        axes["all"] = lambda rank: range(world)
     keep = plan.keep_after_forward
     if keep is not None and not isinstance(keep, bool):
         axes["keep"] = lambda rank: range(rank // keep * keep, rank // keep * keep + keep)

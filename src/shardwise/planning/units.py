@@ -18,6 +18,8 @@ MIB = 2**20
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # A model without repeated blocks is cut into runs of about this size.
 DEFAULT_RUN_BYTES = 32 * MIB
+# Gradients that are all-reduced travel in buckets of this size: DDP's own default.
+BUCKET_BYTES = 25 * MIB
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,13 @@ class ParameterSpec:
 @dataclass(frozen=True)
 class UnitSpec:
     """One unit: the modules whose forward needs it, and its parameters. The root unit has the
-    module ''.
+    module ''. One that is `whole` is kept so by every rank, as all are in ddp.
     """
 
     name: str
     modules: tuple[str, ...]
     parameters: tuple[ParameterSpec, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,39 @@ class Cut:
         )
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Which parameters every rank keeps whole: by name, or by size."""
+
+    patterns: tuple[str, ...] = ()
+    below: int = 0  # bytes
+
+    def find(self, model: nn.Module) -> frozenset[str]:
+        """First names of these parameters. Error for a pattern that matches none."""
+        found: set[str] = set()
+        missed = list(self.patterns)
+        for names, parameter in places(model):
+            hits = [p for p in self.patterns if any(fnmatch.fnmatchcase(n, p) for n in names)]
+            missed = [pattern for pattern in missed if pattern not in hits]
+            if hits or parameter.numel() * parameter.element_size() < self.below:
+                found.add(names[0])
+        if missed:
+            known = [names[0] for names, _ in places(model)][:12]
+            raise ValueError(f"whole: {missed[0]!r} matches no parameter; the model has {known}")
+        return frozenset(found)
+
+
 Run = list[tuple[str, nn.Module]]  # modules that form one unit
 
 
-def cut_units(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> tuple[UnitSpec, ...]:
-    """The units of `model`, the root unit first if it has parameters of its own.
+def cut_units(
+    model: nn.Module,
+    cut: Cut,
+    bucket_bytes: int | None,
+    whole: frozenset[str] = frozenset(),
+) -> tuple[UnitSpec, ...]:
+    """The units of `model`: those of `whole` parameters, in data parallel's buckets no matter which
+    module uses them, then the root unit if it has parameters of its own, then the rest.
 
     Finds the runs of modules, merges small neighbours up to `bucket_bytes`, gives every parameter
     to the deepest run that contains all of its places (a tied parameter of two runs goes to their
@@ -118,17 +149,19 @@ def cut_units(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> tuple[Uni
     runs = _merge(_find_runs(model, cut, bucket_bytes), bucket_bytes)
     run_of_module = {name: i for i, run in enumerate(runs) for name, _ in run}
     owned: dict[int | None, list[ParameterSpec]] = {None: [], **{i: [] for i in range(len(runs))}}
+    apart: list[ParameterSpec] = []
     for names, parameter in places(model):
+        spec = _spec_of(names, parameter)
+        if spec.name in whole:
+            apart.append(spec)
+            continue
         chains = [_enclosing_runs(name, run_of_module) for name in names]
         common = [run for run in chains[0] if all(run in chain for chain in chains[1:])]
-        spec = ParameterSpec(
-            names[0],
-            tuple(parameter.shape),
-            str(parameter.dtype).removeprefix("torch."),
-            parameter.requires_grad,
-        )
         owned[common[0] if common else None].append(spec)
-    units = _cut_root(owned[None], max((_run_bytes(run) for run in runs), default=0))
+    units: list[UnitSpec] = []
+    for bucket in _buckets(apart, BUCKET_BYTES):
+        units += _split_by_dtype(f"whole:{bucket[0].name}", ("",), bucket, whole=True)
+    units += _cut_root(owned[None], max((_run_bytes(run) for run in runs), default=0))
     for i, run in enumerate(runs):
         modules = tuple(name for name, _ in run)
         label = modules[0] if len(modules) == 1 else f"{modules[0]}..{modules[-1]}"
@@ -165,28 +198,29 @@ def cut_buckets(model: nn.Module, group: str, bucket_bytes: int) -> tuple[UnitSp
     Listed so that the reverse of the list is the order in which backward is expected to finish
     them.
     """
-    specs = [
-        ParameterSpec(
-            names[0], tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad
-        )
-        for names, p in places(model)
-    ]
+    specs = [_spec_of(names, parameter) for names, parameter in places(model)]
     if group == "parameter":
         groups = [[spec] for spec in specs]
     elif group == "all":
         groups = [specs] if specs else []
     else:
-        # Fill from the back, as gradients arrive, so that the first bucket to be ready is a full
-        # one.
-        groups = [
-            list(reversed(run))
-            for run in reversed(group_by_bytes(reversed(specs), lambda s: s.nbytes, bucket_bytes))
-        ]
+        groups = _buckets(specs, bucket_bytes)
     units: list[UnitSpec] = []
     for i, members in enumerate(groups):
         label = members[0].name if len(members) == 1 else f"bucket{i}"
         units += _split_by_dtype(label, ("",), members)
     return tuple(units)
+
+
+def _buckets(specs: list[ParameterSpec], nbytes: int) -> list[list[ParameterSpec]]:
+    """Filled from the back, as gradients arrive, so that the first to be ready is a full one."""
+    runs = group_by_bytes(reversed(specs), lambda s: s.nbytes, nbytes)
+    return [list(reversed(run)) for run in reversed(runs)]
+
+
+def _spec_of(names: list[str], parameter: nn.Parameter) -> ParameterSpec:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return ParameterSpec(names[0], tuple(parameter.shape), dtype, parameter.requires_grad)
 
 
 def places(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
@@ -306,7 +340,7 @@ def _enclosing_runs(parameter_name: str, run_of_module: dict[str, int]) -> list[
 
 
 def _split_by_dtype(
-    name: str, modules: tuple[str, ...], parameters: list[ParameterSpec]
+    name: str, modules: tuple[str, ...], parameters: list[ParameterSpec], whole: bool = False
 ) -> list[UnitSpec]:
     dtypes = list(dict.fromkeys(spec.dtype for spec in parameters))
     return [
@@ -314,6 +348,7 @@ def _split_by_dtype(
             name if len(dtypes) == 1 else f"{name}[{dtype}]",
             modules,
             tuple(spec for spec in parameters if spec.dtype == dtype),
+            whole,
         )
         for dtype in dtypes
     ]

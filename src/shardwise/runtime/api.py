@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -13,8 +14,9 @@ from shardwise.runtime.hooks import Node
 from shardwise.runtime.local_step import watch_optimizers
 from shardwise.runtime.policy import Policy
 from shardwise.sharding.attach import attach, find_device, owners_of
+from shardwise.sharding.copying import copy_module, repeat_unit
 from shardwise.sharding.forms import make_copyable
-from shardwise.sharding.mesh import mesh_of
+from shardwise.sharding.mesh import Mesh, mesh_of
 from shardwise.sharding.unit import Unit
 
 _ATTRIBUTE = "_shardwise"
@@ -34,13 +36,52 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     plan = plan.resolve(model)
     mesh = mesh_of(plan, device)
     units = attach(model, plan, mesh)
-    engine = Engine(model, units, mesh, Policy.of(plan), Lanes(device))
-    engine.plan = plan
-    _hang(model, plan, engine)
-    bind(model, engine)
+    _start(model, plan, units, mesh)
     for module in owners_of(units):
         module.register_state_dict_post_hook(make_copyable)
     return model
+
+
+def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
+    """An engine over `units`, the hooks that call it, and what `copy.deepcopy` calls."""
+    engine = Engine(model, units, mesh, Policy.of(plan), Lanes(mesh.device))
+    engine.plan = plan
+    nodes = _hang(model, plan, engine)
+    bind(model, engine)
+
+    def copy(memo: dict[int, Any]) -> nn.Module:
+        """The same training of a copy: its own rows, gradients, hooks and engine, the same groups.
+        No communication.
+        """
+        for unit in units:
+            if unit.prepared:
+                unit.free()
+        for node in nodes:
+            node.unhang()
+            del node.module.__dict__["__deepcopy__"]
+        unbind(model)
+        try:
+            twin, copies = copy_module(model, units, memo)
+        finally:
+            bind(model, engine)
+            for node in nodes:
+                node.hang()
+            let_copy()
+        _start(twin, plan, [repeat_unit(unit, copies) for unit in units], mesh)
+        return twin
+
+    def let_copy() -> None:
+        for node in nodes:
+            node.module.__dict__["__deepcopy__"] = copy if node.module is model else _refuse_part
+
+    let_copy()
+
+
+def _refuse_part(memo: dict[int, Any]) -> nn.Module:
+    raise RuntimeError(
+        "a part of a model that a Plan shards has no engine to be copied with; copy the model, "
+        "which then trains by itself, and take the part from the copy"
+    )
 
 
 def bind(model: nn.Module, engine: Engine | Callable[[], Engine]) -> None:
@@ -53,7 +94,7 @@ def unbind(model: nn.Module) -> None:
     del model.__dict__[_ATTRIBUTE]
 
 
-def _hang(model: nn.Module, plan: Plan, engine: Engine) -> None:
+def _hang(model: nn.Module, plan: Plan, engine: Engine) -> list[Node]:
     """One node for every module that units run with; the model's own node is the root."""
     by_module: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
     for unit in engine.units:
@@ -61,11 +102,14 @@ def _hang(model: nn.Module, plan: Plan, engine: Engine) -> None:
             by_module.setdefault(id(module), (module, []))[1].append(unit)
     computes = DTYPES[plan.compute_dtype] if plan.compute_dtype else None
     outputs = DTYPES[plan.output_dtype] if plan.output_dtype else None
+    nodes = []
     for module, units in by_module.values():
         is_root = module is model
         floats = is_root or any(unit.parameters.dtype.is_floating_point for unit in units)
         node = Node(module, units, None, computes if floats else None, outputs if is_root else None)
         node.join(engine, is_root)
+        nodes.append(node)
+    return nodes
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -28,10 +28,12 @@ def clip_grad_norm(
     """
     engine = engine_of(model)
     engine.check_interrupted()
-    units = [unit.gradients for unit in engine.units if unit.gradients is not None]
-    live = [gradients for gradients in units if not gradients.cleared]
+    # Modules that were added and sharded later have engines of their own.
+    engines = dict.fromkeys([engine, *filter(None, map(guard.engine_of, model.parameters()))])
+    units = [unit for each in engines for unit in each.units]
+    live = [u.gradients for u in units if u.gradients is not None and not u.gradients.cleared]
     mesh = engine.mesh.device_mesh
-    several = any(unit.mesh.device_mesh != mesh for unit in engine.units)
+    several = any(unit.mesh.device_mesh != mesh for unit in units)
     if several or any(g.nested for g in live):
         total = _norm_of_each(live, engine.mesh.device)
     else:
@@ -72,14 +74,20 @@ def _tensors(gradients: Gradients, counted: bool = False) -> list[torch.Tensor]:
 
 
 def _norm_of_all(live: list[Gradients], mesh: Mesh) -> torch.Tensor:
-    """All gradients are cut over one mesh: one norm per buffer, one small all-reduce."""
-    squares = torch.zeros((), device=mesh.device)
-    tensors = [tensor for g in live for tensor in _tensors(g, counted=True)]
-    if tensors:
-        norms = torch._foreach_norm(tensors)
-        squares += torch.stack([norm.float() for norm in norms]).square().sum().to(mesh.device)
-    mesh.shard.all_reduce(squares).wait()
-    return squares.sqrt()
+    """All gradients are cut over one mesh, or whole on every rank and so counted by each for
+    itself: one norm per buffer, one small all-reduce.
+    """
+    cut = _squares([g for g in live if g.mesh.shard.size > 1], mesh.device)
+    mesh.shard.all_reduce(cut).wait()
+    return (cut + _squares([g for g in live if g.mesh.shard.size == 1], mesh.device)).sqrt()
+
+
+def _squares(gradients: list[Gradients], device: torch.device) -> torch.Tensor:
+    tensors = [tensor for g in gradients for tensor in _tensors(g, counted=True)]
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(tensors)
+    return torch.stack([norm.float() for norm in norms]).square().sum().to(device)
 
 
 def _norm_of_each(live: list[Gradients], device: torch.device) -> torch.Tensor:

@@ -168,6 +168,7 @@ class Engine:
             unit.remaining = len(unit.modules)
             if not awaits_backward:
                 if unit.options.stays_shown and unit.options.keep is True and not refreshes:
+                    unit.hide()  # what a program writes until then goes to the masters
                     continue  # an evaluation's next forward finds it there
                 if self.policy.frees_after_step:
                     unit.free()

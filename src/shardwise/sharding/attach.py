@@ -7,9 +7,9 @@ from torch import nn
 
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.planning.units import places
-from shardwise.sharding.mesh import Mesh, default_device
+from shardwise.sharding.mesh import Mesh, default_device, unsharded
 from shardwise.sharding.storage import Member
-from shardwise.sharding.unit import Options, Unit
+from shardwise.sharding.unit import Options, Unit, divide
 
 
 def find_device(model: nn.Module) -> torch.device:
@@ -49,17 +49,23 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
         # A module reachable by two names is one place.
         unique = list({(id(module), key): (module, key) for module, key in hangs}.values())
         members[names[0]] = Member(names, unique, parameter)
-    return [
-        Unit(
+    specs = plan.require_units()
+    all_ranks = unsharded(mesh) if any(spec.whole for spec in specs) else mesh
+    units = []
+    for spec in specs:
+        is_root = spec.modules == ("",)
+        unit = Unit(
             spec.name,
             [modules[name] for name in spec.modules],
             [members[p.name] for p in spec.parameters],
-            mesh,
-            options_of(plan, is_root=spec.modules == ("",)),
-            is_root=spec.modules == ("",),
+            all_ranks if spec.whole else mesh,
+            options_of(plan, is_root),
+            is_root,
         )
-        for spec in plan.require_units()
-    ]
+        if plan.average:
+            divide(unit.options, unit.options.dtypes(unit.parameters.dtype)[1], plan.world)
+        units.append(unit)
+    return units
 
 
 def options_of(plan: Plan, is_root: bool) -> Options:

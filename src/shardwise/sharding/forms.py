@@ -31,8 +31,9 @@ class Form:
 
     @classmethod
     def of_rows(cls, rows: Rows, mesh: Mesh) -> Form:
-        """A plain parameter cut like `rows`."""
-        inner: Placement = Replicate() if rows.replicated else Shard(rows.dim)
+        """A plain parameter cut like `rows`, or whole where the unit has no shard axis."""
+        cut = mesh.shard.group is not None and not rows.replicated
+        inner: Placement = Shard(rows.dim) if cut else Replicate()
         placements = (Replicate(), inner) if mesh.device_mesh.ndim == 2 else (inner,)
         return cls(mesh.device_mesh, placements, torch.Size(rows.shape))
 

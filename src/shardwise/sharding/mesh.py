@@ -37,19 +37,26 @@ class Mesh:
 def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
     _check(plan, device)
-    both = _make_mesh(device.type, plan.mesh, ("replicate", "shard"))
+    own = plan.device_mesh
+    if own is not None:
+        _check_own(own, device)
+    names = ("replicate", "shard")
+    both = _make_mesh(device.type, plan.mesh, names) if own is None else own
     k, keep = plan.keep_after_forward, None
     if k is not None and not isinstance(k, bool):
         shape = (plan.replicate, plan.shard // k, k)
-        keep = _group(_make_mesh(device.type, shape, ("replicate", "outer", "keep")), "keep")
-    return Mesh(
-        device,
-        _group(both, "replicate"),
-        _group(both, "shard"),
-        # DTensors live on the axes that are there.
-        both if plan.replicate > 1 else both["shard"],
-        keep,
-    )
+        small = _make_mesh(device.type, shape, ("replicate", "outer", "keep"))
+        keep = Group("keep", small.get_group("keep"), k, small.get_local_rank("keep"), None)
+    # DTensors live on the caller's mesh, or on the axes that are there.
+    seen = both if own is not None or plan.replicate > 1 else both["shard"]
+    replicate, shard = (_group(plan, both, axis) for axis in names)
+    return Mesh(device, replicate, shard, seen, keep)
+
+
+def unsharded(mesh: Mesh) -> Mesh:
+    """Groups for what every rank keeps whole: summed over all ranks, and seen on the same mesh."""
+    everyone = Group("all", dist.group.WORLD, dist.get_world_size(), dist.get_rank(), None)
+    return Mesh(mesh.device, everyone, Group("shard", None, 1, 0, None), mesh.device_mesh)
 
 
 def start_alone() -> None:
@@ -67,9 +74,14 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _group(mesh: DeviceMesh, axis: str) -> Group:
-    group, size = mesh.get_group(axis), mesh[axis].size()
-    return Group(axis, group, size, mesh.get_local_rank(axis), control_of(group))
+def _group(plan: Plan, mesh: DeviceMesh, axis: str) -> Group:
+    """One axis of the Plan's mesh; a caller's mesh of one axis lacks the other."""
+    only = "replicate" if plan.name == "ddp" else "shard"
+    if mesh.ndim == 1 and axis != only:
+        return Group(axis, None, 1, 0, None)
+    dim = 0 if mesh.ndim == 1 or axis == "replicate" else 1
+    group = mesh.get_group(dim)
+    return Group(axis, group, mesh.size(dim), mesh.get_local_rank(dim), control_of(group))
 
 
 # Process groups are dear and never go away, so models of one mesh share them.
@@ -82,6 +94,19 @@ def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...])
     if key not in made:
         made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
     return made[key]
+
+
+def _check_own(mesh: DeviceMesh, device: torch.device) -> None:
+    """Error for a caller's mesh of another device, or with its ranks in another order: the groups
+    beside it (of host values, of all ranks, of those that keep a unit together) follow the world's.
+    """
+    if mesh.device_type != device.type:
+        raise ValueError(f"the model is on {device}, but the Plan's mesh is for {mesh.device_type}")
+    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"the Plan's mesh {mesh} has its ranks in another order than the world; use "
+            "init_device_mesh, which counts them up"
+        )
 
 
 def _check(plan: Plan, device: torch.device) -> None:

@@ -69,6 +69,17 @@ class Options:
         return self.compute_dtype or own, self.reduce_dtype or own
 
 
+def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
+    """Divide gradients by `factor` in all. A dtype of small range takes about the square root of it
+    before the sum and the rest after, so that neither end of the range is left.
+    """
+    before = 1.0
+    if reduce_dtype not in (torch.float32, torch.bfloat16):
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+    options.divide_before, options.divide_after = before, factor / before
+
+
 class Unit:
     """One unit on this rank."""
 

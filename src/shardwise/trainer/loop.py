@@ -62,6 +62,11 @@ def load_plan(config: PlanConfig, world: int) -> sw.Plan:
             plan = sw.Plan.from_json(Path(config.strategy).read_text(encoding="utf-8"))
         else:
             plan = sw.Plan.of(config.strategy, **{"mesh": world, **config.settings})
+        if plan.average:
+            raise ValueError(
+                "average=True would divide twice: the trainer divides by the tokens of all ranks "
+                "itself; leave plan.average out"
+            )
         if plan.world != world:
             raise UserError(
                 f"the plan's mesh {plan.mesh} is for {plan.world} ranks, but {world} are running: "

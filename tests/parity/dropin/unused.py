@@ -91,7 +91,8 @@ def some_ranks_use_it_and_others_do_not(api: Api, shape: tuple[int, ...]) -> Non
     alone, model = twins(Moody)
     names = ("replicate", "shard") if len(shape) == 2 else None
     for part in (model.a, model.b, model.gate, model):
-        api.fully_shard(part, mesh=mesh(*shape, names=names))
+        # What is freed after forward is gathered in backward, by all ranks or none.
+        api.fully_shard(part, mesh=mesh(*shape, names=names), reshard_after_forward=False)
     opts = optimizers_of("adamw", model, alone)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     moods = (("", "output"), ("parameter", "output"), ("output", "output"), ("root", "parameter"))
