@@ -80,19 +80,27 @@ def supervise(command: Callable[[], int]) -> int:
     Forked before anything is loaded, so it costs a millisecond. Not for ranks, whose launcher
     tells, nor where torch is loaded already, with its threads.
     """
-    if "RANK" in os.environ or "torch" in sys.modules or not hasattr(os, "fork"):
+    if "RANK" in os.environ or "torch" in sys.modules or not hasattr(signal, "sigwaitinfo"):
         return command()
     reader, writer = os.pipe()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    watched = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+    outside = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     pid = os.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, outside)
         os.close(writer)
         threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
         return command()
     os.close(reader)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both, and the child answers
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: os.kill(pid, number))
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    ended, status = 0, 0
+    while not ended:
+        info = signal.sigwaitinfo(watched)
+        if info.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        elif info.si_code <= 0:  # from a process, to this one; a terminal's reach the child too
+            os.kill(pid, info.si_signo)
+    code = os.waitstatus_to_exitcode(status)
     if code < 0:
         print(f"shardwise: the command {describe_end(code)}", file=sys.stderr, flush=True)
     # What is to be done at exit was inherited by the child, and is done.

@@ -160,6 +160,20 @@ def test_a_supervised_command_ends_with_its_parent():
     assert parent.stdout.read() == ""  # closes when the command, too, has gone
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_parent_is_the_commands(number, code):
+    script = (
+        "import time\nfrom shardwise.children import supervise\n"
+        "def command():\n    print('ready', flush=True)\n"
+        "    try:\n        time.sleep(100)\n    except KeyboardInterrupt:\n        return 130\n"
+        "raise SystemExit(supervise(command))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    parent.stdout.readline()
+    parent.send_signal(number)
+    assert parent.wait(20) == code
+
+
 def test_ranks_are_not_supervised(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     assert children.supervise(os.getpid) == os.getpid()

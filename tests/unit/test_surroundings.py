@@ -39,11 +39,8 @@ def fail(*args, **kwargs):
     raise RuntimeError("Found no NVIDIA driver on your system")
 
 torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
-torch.cuda._is_compiled = lambda: True
-torch._C._cuda_getDeviceCount = lambda: 0
 torch.cuda._lazy_init = torch.cuda.current_device = torch.cuda.current_stream = fail
 torch.accelerator.current_device_index = fail
-torch.version.cuda = "13.0"
 """
 
 
@@ -56,8 +53,9 @@ def no_driver(tmp_path):
     return {**outside, "PYTHONPATH": path}
 
 
+@pytest.mark.slow
 def test_a_build_for_cuda_without_a_driver_runs_on_the_host(no_driver, tmp_path):
-    """The README's programs, `make demo`'s commands and `shardwise profile`."""
+    """`make demo`'s training with its profile, and the README's programs under `shardwise profile`."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     program = tmp_path / "program.py"
     checks = "assert torch.accelerator.current_accelerator().type == 'cuda'\n"
@@ -70,7 +68,6 @@ def test_a_build_for_cuda_without_a_driver_runs_on_the_host(no_driver, tmp_path)
         train += ["--set", text]
     runs = (
         [*shardwise, *train],
-        [*shardwise, "report", "run"],
         [*shardwise, "profile", "--skip", "1", "--steps", "1", "--", sys.executable, str(program)],
     )
     for command in runs:
