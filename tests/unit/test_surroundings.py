@@ -55,7 +55,7 @@ def no_driver(tmp_path):
 
 @pytest.mark.slow
 def test_a_build_for_cuda_without_a_driver_runs_on_the_host(no_driver, tmp_path):
-    """`make demo`'s training with its profile, and the README's programs under `shardwise profile`."""
+    """`make demo`'s training and profile, and `shardwise profile` of the README's programs."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     program = tmp_path / "program.py"
     checks = "assert torch.accelerator.current_accelerator().type == 'cuda'\n"
