@@ -19,7 +19,7 @@ import argparse
 import time
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,8 +53,10 @@ def counting_rows(args: argparse.Namespace, count: int) -> TensorDataset:
 
 
 def use_plugin_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """What Accelerate does by itself for several GPUs."""
-    accelerator.state.distributed_type = DistributedType.FSDP
+    """What Accelerate does by itself for several GPUs. It takes over PartialState's type again with
+    each object that it wraps.
+    """
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
 
 
@@ -119,7 +121,8 @@ def main() -> None:
         f"{1e3 * took / args.steps:.1f} ms per step, {tokens / took:,.0f} tokens/s per rank"
     )
     state = accelerator.get_state_dict(model)  # whole, on rank 0
-    accelerator.print(f"state dict: {len(state)} tensors")
+    kinds = {type(tensor).__name__ for tensor in state.values()}
+    accelerator.print(f"state dict: {len(state)} of {', '.join(kinds)}")
     accelerator.end_training()
 
 

@@ -10,8 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise import processor
 from tests.quiet import sharing_the_machine
 from tests.ranks import Ranks
+
+# For this process, other workers and all ranks, before torch's first product.
+processor.settle()
 
 # Workers and their ranks have all cores busy: more threads of torch would spin for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

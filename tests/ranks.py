@@ -16,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from shardwise.children import describe_end
+
 # What every rank would import by itself, some of it only when it makes its first optimizer
 # (`torch._dynamo`): a second each.
 PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "shardwise.compat"]
@@ -60,7 +62,8 @@ class Ranks:
                     continue
                 ok, value, groups = pipe.recv()
             except EOFError:
-                errors[rank] = "the process died"
+                self._processes[rank].join()
+                errors[rank] = f"the process {describe_end(self._processes[rank].exitcode)}"
                 continue
             if ok:
                 results[rank] = value

@@ -7,6 +7,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from shardwise import processor
+
 if TYPE_CHECKING:
     from shardwise.comms.recording import record
     from shardwise.compat import (
@@ -104,6 +106,13 @@ def __getattr__(name: str) -> Any:
     globals()[name] = value
     return value
 
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# Only what was found before: importing starts no process. Sharding a model on the host asks.
+processor.settle(probe=False)
 
 if os.environ.get("SHARDWISE_PROFILE"):  # set by `shardwise profile`, for every rank it starts
     importlib.import_module("shardwise.measurement.profile.auto")

@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from shardwise import processor
+from shardwise.children import ChildFailed, supervise
 from shardwise.errors import UserError
 
 # Modules with `add_parser(subparsers)`, in the order of `--help`. The parser's default `command` is
@@ -45,16 +47,25 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command: 0 for success, 1 for failure, 2 for wrong input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(argv)
+    processor.settle()
     try:
         arguments.command(arguments)
     except UserError as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 2
+    except ChildFailed as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
+def start() -> int:
+    """The program: a command in a process of its own, so that none dies without a word."""
+    return supervise(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

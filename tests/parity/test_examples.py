@@ -141,6 +141,8 @@ def test_transformers_under_accelerate(folder: Path) -> None:
     assert "torch: rank 0 keeps" in theirs
     assert losses(ours) == pytest.approx(losses(theirs), abs=2e-4)
     assert losses(ours)[-1] < 0.5 * losses(ours)[0]
+    for said in (ours, theirs):
+        assert re.search(r"state dict: \d+ of Tensor$", said, re.MULTILINE)  # no DTensor is left
 
 
 def test_feed_forward_stack(folder: Path) -> None:

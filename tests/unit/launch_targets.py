@@ -96,3 +96,14 @@ def fail_in_gloo(folder):
 def user_error(folder):
     announce(folder)
     raise UserError("the file is missing: give another")
+
+
+def die_as(rank, last, number):
+    """In a spawned process: the last rank is killed by a signal; the others wait for it."""
+    if rank == last:
+        os.kill(os.getpid(), number)
+    time.sleep(600)
+
+
+def raise_in_spawn(rank):
+    deep_fault()

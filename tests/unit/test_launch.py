@@ -87,7 +87,7 @@ def test_only_the_first_traceback_is_shown(tmp_path, capfd, target):
 def test_a_killed_rank_is_named_rather_than_the_peers_it_breaks(tmp_path, capfd):
     error = fail("kill_last", str(tmp_path))
     assert str(error).startswith("rank 1 of 2 was killed by SIGKILL")
-    assert "out of memory" in str(error)
+    assert "out of host memory: lower data.batch" in str(error)
     assert "connection closed" not in str(error)
     assert capfd.readouterr() == ("", "")
 

@@ -79,7 +79,7 @@ def test_a_program_that_ends_while_it_is_profiled_ends_well(tmp_path: Path, capf
     command = ["profile", "--out", str(tmp_path / "out"), "--steps", "50", "--skip", "1", "--"]
     assert main([*command, sys.executable, str(script), "5"]) == 2
     said = capfd.readouterr().err
-    assert "took 5 optimizer steps" in said and "ended with exit code 0" in said
+    assert "took 5 optimizer steps" in said and "the program exited with code 0" in said
 
 
 def test_the_command_says_why_nothing_was_profiled(

@@ -28,6 +28,7 @@ import threading
 import time
 from pathlib import Path
 
+from shardwise.children import describe_end
 from shardwise.comms.emulated_links import MOST_LINKS, Flow, HostLinks, Transfer
 
 LANES = 32
@@ -178,11 +179,14 @@ class Clock:
     def _wait_until_ready(self, command: list[str]) -> None:
         until = time.perf_counter() + START_S
         while self.page.words[_STATE] != _READY:
-            if self._process.poll() is not None or time.perf_counter() > until:
+            code = self._process.poll()
+            if code is not None or time.perf_counter() > until:
                 self._process.kill()
+                late = f"did not start within {START_S:.0f} s"
                 raise RuntimeError(
-                    f"the clock process of the emulated network did not start within {START_S:.0f} "
-                    f"s ({' '.join(command)}): run it by hand to see why"
+                    "the clock process of the emulated network "
+                    f"{late if code is None else describe_end(code)}: run it by hand to see why "
+                    f"({' '.join(command)})"
                 )
             time.sleep(1e-3)
 
@@ -190,13 +194,14 @@ class Clock:
         """Streams that wait for a clock that is gone would wait for ever, also in transfers that
         are being issued right now.
         """
-        self._process.wait()
+        code = self._process.wait()
         if self.page.words[_STATE] == _STOP:
             return
         self.failed = True
         for lane, issued in enumerate(self._issued):
             self.page.words[Page.over(lane)] = issued + _FOR_EVER
-        print("the clock process of the emulated network has ended", file=sys.stderr, flush=True)
+        words = f"the clock process of the emulated network {describe_end(code)}"
+        print(words, file=sys.stderr, flush=True)
 
 
 class _Times:

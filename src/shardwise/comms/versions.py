@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,23 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+
+# The versions that the tests pass on; README.md and pyproject.toml say the same.
+TESTED = ("2.11", "2.13")
+
+
+@functools.cache  # once in a process
+def warn_if_untested() -> None:
+    """A newer torch may have changed what this project relies on."""
+    newest = tuple(int(part) for part in TESTED[1].split("."))
+    running = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if running and tuple(map(int, running.groups())) > newest:
+        warnings.warn(
+            f"shardwise is tested with torch {TESTED[0]} to {TESTED[1]}, this is "
+            f"{torch.__version__}: compare a few steps with one process before you rely on it",
+            stacklevel=2,
+        )
+
 
 # 2.13 renamed the two calls that take one flat tensor; the old names warn there. Looked up in
 # `dist` at each call, so that whatever wraps them there (an emulated network, a recorder) is met by

@@ -17,7 +17,7 @@ from shardwise.comms.control import PerWorld, control_of
 from shardwise.comms.real import Group
 from shardwise.compat.policies import DataParallelMeshDims
 from shardwise.sharding.forms import Form, Nested
-from shardwise.sharding.mesh import Mesh, default_device, start_alone
+from shardwise.sharding.mesh import Mesh, default_device, prepare, start_alone
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ def make_mesh(axes: Axes, keep: bool | int) -> Mesh:
         return made[key]
     device = device_of(axes.mesh)
     _check_backend(axes.mesh, device)
+    prepare(device)
     last = axes.mesh.ndim - 1
     mesh = Mesh(
         device,

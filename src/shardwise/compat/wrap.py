@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -31,6 +31,34 @@ from shardwise.sharding.unit import Unit, divide
 Placed = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
+
+
 def fully_shard(
     module: Any,
     *,
@@ -44,6 +72,15 @@ def fully_shard(
 ) -> Any:
     """Shard `module` (or several, as one group) in place as torch's `fully_shard` does, and return
     it. Call it bottom-up: parameters of modules that are sharded already stay with those.
+
+    mesh: one axis to shard over, or two named ones, (replicate, shard); by default all ranks.
+    reshard_after_forward: True frees parameters after forward; False keeps them for backward; k
+        keeps them cut among k ranks; None is True, but False for the root.
+    shard_placement_fn: of a parameter, `Shard(dim)` for another dim than 0; None for the default.
+    mp_policy: dtypes of compute, reduction and output.
+    offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer on the host.
+    ignored_params: parameters that stay as they are.
+    dp_mesh_dims: which dims of `mesh` are data parallel, where parameters are DTensors on it all.
 
     Finds the parameters, moves them to the mesh's device, cuts each over the mesh, hangs DTensors
     in their places, and makes the module an instance of FSDPModule.

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 
+from shardwise.children import spawn_ranks
 from shardwise.measurement.benchmark import spread
 from shardwise.planning.plan import Plan
 from shardwise.runtime.api import shard
@@ -34,7 +34,7 @@ WIDTHS = (16, 32, 64, 128, 256, 512, 1024)  # of square fp32 matrices: 1 KiB to 
 def measure(rounds: int, widths: Sequence[int] = WIDTHS) -> list[dict[str, Any]]:
     """One row for every tensor size: the median milliseconds of each mode."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_measure_on_rank, args=(rounds, widths, folder), nprocs=WORLD)
+        spawn_ranks(_measure_on_rank, (rounds, widths, folder), WORLD)
         return json.loads((Path(folder) / "answer.json").read_text())
 
 

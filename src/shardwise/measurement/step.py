@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
+from shardwise.children import spawn_ranks
 from shardwise.comms.emulated import Emulation, Network, emulate
 from shardwise.measurement import benchmark, engines, memory
 from shardwise.measurement.benchmark import Row, Sample, Side, Step, Timer
@@ -139,9 +139,7 @@ class Options:
 def run_family(family: Family, quick: bool) -> list[dict[str, Any]]:
     """The rows of all cases of a family, measured in fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _measure_on_rank, args=(family, quick, folder), nprocs=family.processes
-        )
+        spawn_ranks(_measure_on_rank, (family, quick, folder), family.processes)
         answer = json.loads((Path(folder) / "answer.json").read_text())
     if "error" in answer:
         raise BenchmarkError(answer["error"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import nearest
 from shardwise.planning import memory
+from shardwise.planning.settings import Settings
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
 from shardwise.planning.units import (
     BUCKET_BYTES,
@@ -169,13 +170,36 @@ class Plan:
 
     @classmethod
     def of(
-        cls, name: str, mesh: int | str | tuple[int, ...] | DeviceMesh = 1, **settings: Any
+        cls,
+        name: str,
+        mesh: int | str | tuple[int, ...] | DeviceMesh = 1,
+        **given: Unpack[Settings],
     ) -> Plan:
-        """A Plan by strategy name. `mesh` is (replicate, shard), "2x4", or one number n: (n, 1) for
-        ddp, (1, n) for the zero family; or torch's DeviceMesh of one or two such axes, whose groups
-        are then used. `units` takes classes, name patterns or a parameter count
-        (see `Cut`).
+        """A Plan by strategy name: ddp, zero1, zero2, zero3, hsdp.
+
+        mesh: (replicate, shard), "2x4", or one number n: (n, 1) for ddp, (1, n) for the zeros; or
+            torch's DeviceMesh of one or two such axes, whose groups are then used.
+        inner: hsdp only: the strategy inside a shard group (zero3).
+        units: which parameters travel together: classes, name patterns or a parameter count (see
+            `Cut`); by default the model's blocks.
+        bucket_bytes: units smaller than this are merged (by default the strategy's own size).
+        compute_dtype: of gathered parameters, and so of compute (the parameters' own).
+        reduce_dtype: of gradients while they are reduced (the parameters' own).
+        output_dtype: of the model's output (left alone).
+        reduce: ddp only, how gradients are grouped: naive, flat, overlap, bucketed.
+        sync: when gradients are reduced over micro-batches: each; scatter_each_reduce_last, where
+            replicas are summed at the last one; last.
+        forward_prefetch, backward_prefetch: units gathered ahead of the one that runs (1, 1).
+        reduce_depth: reductions in flight before backward waits for the oldest (1).
+        keep_after_forward: what stays gathered after forward: None, the root unit; True, all;
+            False, nothing; k, each rank keeps 1/k and gathers among k ranks.
+        unused: a parameter that only some ranks used: "zeros" from the others, or an "error".
+        average: divide the sums of gradients by the number of ranks (False: the loss does).
+        whole: name patterns of parameters that every rank keeps whole, their gradients all-reduced.
+        whole_below: the same for parameters of fewer bytes than this.
+        gather: packed, grouped, each; auto is what measured best for the backend and the sizes.
         """
+        settings = cast(dict[str, Any], given)
         known = {field.name for field in dataclasses.fields(cls)}
         known -= {"name", "mesh", "cut", "device_mesh"}
         for key in settings:

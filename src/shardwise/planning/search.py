@@ -127,7 +127,7 @@ class _Search:
     cluster: Cluster
     limit: float
     options: StepOptions
-    dtypes: dict[str, str | None]
+    dtypes: dict[str, Any]
     found: dict[tuple[Plan, Workload], Candidate] = field(default_factory=dict)
     rejected: dict[tuple[Plan, Workload], Rejected] = field(default_factory=dict)
     dropped: int = 0

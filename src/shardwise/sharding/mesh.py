@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise import processor
+from shardwise.comms import gloo_threads
 from shardwise.comms.control import PerWorld, control_of
 from shardwise.comms.real import Group
-from shardwise.comms.versions import supported_devices
+from shardwise.comms.versions import supported_devices, warn_if_untested
 from shardwise.planning.plan import Plan
 
 
@@ -37,6 +40,7 @@ class Mesh:
 def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
     _check(plan, device)
+    prepare(device)
     own = plan.device_mesh
     if own is not None:
         _check_own(own, device)
@@ -59,14 +63,38 @@ def unsharded(mesh: Mesh) -> Mesh:
     return Mesh(mesh.device, everyone, Group("shard", None, 1, 0, None), mesh.device_mesh)
 
 
+def prepare(device: torch.device) -> None:
+    """What a process needs before its first sharded model: said or done once."""
+    warn_if_untested()
+    gloo_threads.rest_at_exit()
+    if device.type == "cpu":
+        processor.settle()
+
+
+# How launchers tell a process that it has company.
+_WORLDS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
 def start_alone() -> None:
-    """A process group of this process only, which needs no launcher."""
+    """A process group of this process only, which needs no launcher. An error where a launcher has
+    started others: they would train a model each.
+    """
+    for name in _WORLDS:
+        if int(os.environ.get(name) or 1) > 1:
+            raise RuntimeError(
+                f"{os.environ[name]} ranks were started ({name}), but torch.distributed is not "
+                "initialised, so each would train a model of its own: call "
+                "torch.distributed.init_process_group first"
+            )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def default_device() -> torch.device:
-    """The accelerator if there is one and the process group moves its tensors, else the host."""
-    accelerator = torch.accelerator.current_accelerator()
+    """The accelerator if there is one and the process group moves its tensors, else the host.
+
+    One that torch was built for is not there without its driver.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not dist.is_initialized():
         return accelerator or torch.device("cpu")
     if accelerator.type not in supported_devices(dist.group.WORLD):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise import processor
+from shardwise.children import name_end, usual_cause
 from shardwise.errors import UserError
 from shardwise.trainer.rank import call
 
@@ -68,6 +70,7 @@ def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
     if joined():
         _call_here(target, args, nproc)
         return
+    processor.settle()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         records = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -147,15 +150,13 @@ def _explain(failure: _Failure, nproc: int) -> str:
     others = "; the other ranks were ended" if nproc > 1 else ""
     if failure.text:
         return f"{who} failed{others}:\n{failure.text}"
+    cause = usual_cause(failure.code)
     if failure.code == -signal.SIGKILL:
-        return (
-            f"{who} was killed by SIGKILL{others}. Most often that is the system running out of "
-            f"memory: lower data.batch or data.seq, set model.checkpoint=nonreentrant, shard more "
-            f"(--plan zero3), or use a machine with more memory"
+        cause += (
+            ": lower data.batch or data.seq, set model.checkpoint=nonreentrant, shard more "
+            "(--plan zero3), or use a machine with more memory"
         )
-    if failure.code < 0:
-        return f"{who} was killed by {signal.Signals(-failure.code).name}{others}"
-    return f"{who} exited with code {failure.code}{others}"
+    return f"{who} {name_end(failure.code)}{others}" + (f" ({cause})" if cause else "")
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class AccuracyCase:
     checkpoint: str = "none"
     micro_batches: int = 1
     mesh: tuple[int, int] | None = None  # None: one axis of WORLD ranks
-    settings: tuple[tuple[str, object], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.group not in ("build", "held-out"):

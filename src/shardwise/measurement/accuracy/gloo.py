@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
+from shardwise.children import spawn_ranks
 from shardwise.comms.real import Group
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
@@ -104,7 +104,7 @@ def join_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def measure_ranks(task: GlooTask) -> dict[str, Any]:
     """Kernel seconds, copy rates and step times, from two fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_measure_rank, args=(task, folder), nprocs=RANKS)
+        spawn_ranks(_measure_rank, (task, folder), RANKS)
         return json.loads((Path(folder) / "answer.json").read_text())
 
 

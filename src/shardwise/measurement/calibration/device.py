@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
+from shardwise.children import describe_failure
 from shardwise.description.cluster import (
     Cluster,
     CollectivePoint,
@@ -106,7 +107,7 @@ def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings,
             while not running.join(timeout=0.05):
                 result = _listen(said, tell) or result
         except ProcessException as error:
-            raise CalibrationError(f"a rank failed while measuring: {error}") from error
+            raise CalibrationError(describe_failure(error, ranks)) from error
         result = _listen(said, tell, patience=5.0) or result
     if result is None:
         raise CalibrationError("rank 0 ended without telling what it measured")

@@ -14,7 +14,6 @@ import os
 import time
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.measurement.exercises import seed004
 from shardwise.measurement.exercises.forward_backward import PARTS, summarize, time_parts
-from shardwise.measurement.exercises.fresh import context
+from shardwise.measurement.exercises.fresh import Fresh
 from shardwise.measurement.exercises.sizes import (
     Case,
     choose_sizes,
@@ -101,23 +100,8 @@ def _time(case: Case, model: nn.Module, tokens: tuple[Tensor, Tensor], steps: in
     return summarize(times, (WARMUP,), steps)[str(WARMUP)]
 
 
-class Worker:
+class Worker(Fresh):
     """A model's process, seen from outside."""
-
-    def __init__(self, case: Case, scope: str, steps: int, threads: int) -> None:
-        self.pipe, theirs = context().Pipe()
-        self.process: BaseProcess = context().Process(
-            target=work, args=(theirs, case, scope, steps, threads)
-        )
-        self.process.start()
-        theirs.close()
-
-    def receive(self, seconds: float | None = None) -> Any:
-        """Its next word, or the failure that ended it; None if `seconds` pass without one."""
-        try:
-            return self.pipe.recv() if self.pipe.poll(seconds) else None
-        except EOFError:
-            return {"failure": "its process was killed (out of host memory?)"}
 
     def finish(self, answer: Any) -> Row:
         """Give it its turn if it is ready for it, and take what it measured."""
@@ -126,11 +110,6 @@ class Worker:
             answer = self.receive()
         self.process.join()
         return answer
-
-    def stop(self) -> None:
-        """End it before its answer."""
-        self.process.kill()
-        self.process.join()
 
 
 def run(
@@ -170,7 +149,7 @@ def run_models(file: RowFile, todo: list[tuple[Case, str]], steps: int, jobs: in
             return
         batch = todo[first : first + jobs]
         say("compiling " + ", ".join(f"{case.size} {scope}" for case, scope in batch))
-        workers = [Worker(case, scope, steps, threads) for case, scope in batch]
+        workers = [Worker(work, case, scope, steps, threads) for case, scope in batch]
         answers = [worker.receive(file.time_left()) for worker in workers]
         for (case, scope), worker, answer in zip(batch, workers, answers, strict=True):
             if answer is None:

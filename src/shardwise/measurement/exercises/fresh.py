@@ -5,26 +5,61 @@ loaded kernels, cached memory) does not flatter it.
 from __future__ import annotations
 
 import multiprocessing
+import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
+
+from shardwise.children import ChildFailed, describe_end
 
 # Imported once, in the server that the processes are forked from; it touches no device.
 _PRELOAD = ["shardwise.measurement.exercises.compiling", "shardwise.measurement.exercises.overlap"]
 
 
-def context() -> multiprocessing.context.ForkServerContext:
-    """Processes that start with torch imported and nothing else done."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(_PRELOAD)
-    return made
+class Fresh:
+    """A new process that runs `function(pipe, *arguments)`, seen from outside."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=function, args=(theirs, *arguments))
+        self.process.start()
+        theirs.close()
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """Its next word, or the failure that ended it; None if `seconds` pass without one."""
+        try:
+            return self.pipe.recv() if self.pipe.poll(seconds) else None
+        except EOFError:
+            self.process.join()
+            assert self.process.exitcode is not None  # it has ended
+            return {"failure": f"its process {describe_end(self.process.exitcode)}"}
+
+    def stop(self) -> None:
+        """End it before its answer."""
+        self.process.kill()
+        self.process.join()
 
 
 def run_fresh(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """What `function` answers in a new process; if that dies, `{"failure": ...}`."""
+    process = Fresh(_answer, function, arguments)
     try:
-        with ProcessPoolExecutor(1, context()) as pool:
-            return pool.submit(function, *arguments).result()
-    except BrokenProcessPool:
-        return {"failure": "its process was killed (out of host memory?)"}
+        answer = process.receive()
+        process.process.join()
+    finally:
+        process.stop()
+    if isinstance(answer, str):
+        raise ChildFailed(f"a measurement failed:\n{answer}")
+    return answer
+
+
+def _answer(
+    pipe: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]
+) -> None:
+    try:
+        pipe.send(function(*arguments))
+    except Exception:
+        pipe.send(traceback.format_exc())

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 
+from shardwise.children import spawn_ranks
 from shardwise.comms import marks
 from shardwise.measurement import engines, step
 from shardwise.measurement.benchmark import Step, spread
@@ -37,9 +37,7 @@ def measure(names: tuple[str, ...], rounds: int | None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, family in step.select(names, step.Options(strategies=("zero3",))).items():
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(
-                _measure_on_rank, args=(name, family, rounds, folder), nprocs=family.processes
-            )
+            spawn_ranks(_measure_on_rank, (name, family, rounds, folder), family.processes)
             rows += json.loads((Path(folder) / "answer.json").read_text())
     return rows
 

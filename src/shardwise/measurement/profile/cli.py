@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.children import describe_end
 from shardwise.errors import UserError
 from shardwise.run_files import TIMELINE
 
@@ -86,13 +87,15 @@ def profile_program(arguments: argparse.Namespace) -> None:
     if not written.exists():
         needed = arguments.skip + arguments.steps
         raise UserError(
-            f"the program ended with exit code {code} and nothing was profiled: at least {needed} "
+            f"the program {describe_end(code)} and nothing was profiled: at least {needed} "
             "steps of a torch optimizer are needed (--skip and --steps), in a python program that "
             "this command starts itself (python, torchrun) or that imports shardwise"
         )
     print(f"wrote {out}; see it with: shardwise report {arguments.out}")
+    if code < 0:
+        print(f"shardwise: the program {describe_end(code)}", file=sys.stderr)
     if code:
-        sys.exit(code)
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def insert_runner(words: Sequence[str]) -> list[str]:

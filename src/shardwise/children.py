@@ -1,0 +1,113 @@
+"""Processes that this project starts, and what is said of one that a signal has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shardwise import processor
+
+_CAUSES = {
+    signal.SIGKILL: "most often that is the system running out of host memory",
+    signal.SIGILL: (
+        "the processor refused an instruction, most often one of AMX that it announces and its "
+        f"hypervisor forbids: set {processor.LIMIT}={processor.WITHOUT_AMX}"
+    ),
+    signal.SIGSEGV: (
+        "torch, a driver or an extension touched memory that is not its own: "
+        "PYTHONFAULTHANDLER=1 shows where"
+    ),
+    signal.SIGBUS: (
+        "most often a file that is mapped into memory could not grow: is /dev/shm, or the disk, "
+        "full?"
+    ),
+    signal.SIGABRT: "a library gave up; what it said stands above",
+    signal.SIGFPE: "an integer was divided by zero in compiled code: PYTHONFAULTHANDLER=1 shows it",
+    signal.SIGTERM: "somebody ended it: a scheduler, a time limit, another process",
+}
+
+
+class ChildFailed(Exception):
+    """A process that a command started did not end well; the message says which, and how."""
+
+
+def name_end(code: int) -> str:
+    """How a process ended: by its exit code, which is negative for a signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
+
+
+def usual_cause(code: int) -> str:
+    """What most often brings that signal; nothing for an exit."""
+    return next((cause for number, cause in _CAUSES.items() if number == -code), "")
+
+
+def describe_end(code: int) -> str:
+    """How a process ended, and why it may have."""
+    cause = usual_cause(code)
+    return name_end(code) + (f" ({cause})" if cause else "")
+
+
+def spawn_ranks(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """`function(rank, *args)` in so many new processes; ChildFailed where one does not end well."""
+    from torch.multiprocessing.spawn import ProcessException, spawn
+
+    processor.settle()
+    try:
+        spawn(function, args=args, nprocs=nprocs)
+    except ProcessException as error:
+        raise ChildFailed(describe_failure(error, nprocs)) from None
+
+
+def describe_failure(error: Any, nprocs: int) -> str:
+    """What torch's spawn found, in words: a traceback, or how the process ended."""
+    who = f"rank {error.error_index} of {nprocs}"
+    code = getattr(error, "exit_code", None)
+    return f"{who} failed:\n{error}" if code is None else f"{who} {describe_end(code)}"
+
+
+def supervise(command: Callable[[], int]) -> int:
+    """`command()` in a child of this process, which tells of a signal that ends it.
+
+    Forked before anything is loaded, so it costs a millisecond. Not for ranks, whose launcher
+    tells, nor where torch is loaded already, with its threads.
+    """
+    if "RANK" in os.environ or "torch" in sys.modules or not hasattr(signal, "sigwaitinfo"):
+        return command()
+    reader, writer = os.pipe()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    watched = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+    outside = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    pid = os.fork()
+    if pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, outside)
+        os.close(writer)
+        threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
+        return command()
+    os.close(reader)
+    ended, status = 0, 0
+    while not ended:
+        info = signal.sigwaitinfo(watched)
+        if info.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        elif info.si_code <= 0:  # from a process, to this one; a terminal's reach the child too
+            os.kill(pid, info.si_signo)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        print(f"shardwise: the command {describe_end(code)}", file=sys.stderr, flush=True)
+    # What is to be done at exit was inherited by the child, and is done.
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_with_parent(reader: int) -> None:
+    """The parent never writes: its end of the pipe closes when it is gone."""
+    os.read(reader, 1)
+    os._exit(1)
