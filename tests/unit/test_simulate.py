@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ from shardwise.planning.schedule_step import StepOptions
 from shardwise.planning.search_models import checkpointed, cut_described
 from shardwise.planning.simulate import fold, mesh_axes, simulate
 from shardwise.planning.simulate_events import Rank, run
+from shardwise.planning.strategies import SYNCS
 from shardwise.timeline import COMPUTE, Timeline
 
 MS = 1e-3
@@ -187,6 +190,36 @@ def test_memory_agrees_with_the_formulas(strategy: str) -> None:
     # Units of one parameter need no staging, so the formula's bound is met or not reached.
     assert max(peak.roles["full"]) <= kept.full
     assert peak.totals[-1] < peak.peak().total
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "more"),
+    [
+        ("ddp", 4, {}), ("ddp", 4, {"reduce": "naive"}), ("ddp", 4, {"reduce": "flat"}),
+        ("zero1", 4, {}), ("zero2", 4, {}), ("zero3", 4, {}), ("hsdp", (2, 2), {}),
+        ("hsdp", (2, 2), {"inner": "zero1"}), ("hsdp", (2, 2), {"inner": "zero2"}),
+        ("hsdp", (2, 1), {}),
+    ],
+)  # fmt: skip
+def test_explain_counts_the_slots_that_the_simulator_holds(
+    strategy: str, mesh: Any, more: dict[str, Any]
+) -> None:
+    """For a device with streams and for a CPU, whatever the settings."""
+    description = model(6)
+    for dtype, sync, depth, batches, streams in itertools.product(
+        (None, "bfloat16"), SYNCS, (1, 3), (1, 2), (True, False)
+    ):
+        settings = {"reduce_dtype": dtype, "sync": sync, "reduce_depth": depth, **more}
+        plan = resolved(Plan.of(strategy, mesh, bucket_bytes=8_000_000, **settings), description)
+        costs, options = Costs(CLUSTER, streams=streams), StepOptions(optimizer=False)
+        timeline = simulate(
+            plan, description, CLUSTER, Workload(8, 1, batches), costs=costs, options=options
+        )
+        held = max(timeline.curve().roles.get("slots", (0,)))
+        kept = count_kept(plan, batches)
+        told = kept.slots if streams else kept.host_slots
+        told += kept.accumulators if batches > 1 else 0
+        assert held == pytest.approx(told, rel=0.001), (settings, batches, streams)
 
 
 def test_accumulation_and_checkpointing_move_memory() -> None:

@@ -37,7 +37,7 @@ class UnitBytes:
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that one rank holds, by role. `full` and `slots` are peaks, the rest is there all the
+    """Bytes that one rank holds, by role. `full` and the slots are peaks, the rest is there all the
     time.
     """
 
@@ -46,7 +46,8 @@ class KeptBytes:
     state: int
     accumulators: int
     full: int
-    slots: int
+    slots: int  # of a device with streams
+    host_slots: int  # of a CPU, which does the reduces itself
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,66 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
     )
 
 
-def count_kept(plan: Plan) -> KeptBytes:
+def count_kept(plan: Plan, micro_batches: int = 1) -> KeptBytes:
     """Bytes one rank holds, by role."""
     units = [size_of_unit(plan, unit) for unit in plan.require_units()]
-    slots = sorted((u.slot for u in units if plan.shard > 1 or u.slot != u.gradient), reverse=True)
-    ring = len(slots) if plan.strategy.gradients == "replicate" else max(plan.reduce_depth, 1)
     return KeptBytes(
         master=sum(u.master for u in units),
         gradients=sum(u.gradient for u in units),
         state=STATE_TENSORS * sum(u.gradient for u in units),
-        accumulators=sum(u.slot for u in units) if plan.sync == "last" else 0,
+        accumulators=_accumulators(plan, units),
         full=peak_full(plan, units),
-        slots=sum(slots[:ring]),
+        slots=peak_slots(plan, units, micro_batches, streams=True),
+        host_slots=peak_slots(plan, units, micro_batches, streams=False),
     )
+
+
+def _accumulators(plan: Plan, units: list[UnitBytes]) -> int:
+    """With sync = last, slots in which micro-batches add up. Data parallel adds up in the gradient
+    buffer itself, where that has the reduce dtype.
+    """
+    if plan.sync != "last":
+        return 0
+    return sum(u.slot for u in units if plan.shard > 1 or u.slot != u.gradient)
+
+
+def peak_slots(plan: Plan, units: list[UnitBytes], micro_batches: int, streams: bool) -> int:
+    """The most bytes that reduces hold at any moment: what the ring has under way, and rows that
+    stay longer, for the replicas. A slot or rows that are the gradient buffer itself take nothing.
+    """
+    n, ring = plan.shard, _ring(plan, len(units), streams)
+    several = micro_batches > 1
+    own = [0 if u.slot == n * u.gradient else u.slot // n for u in units]  # not the buffer's dtype
+    rows = [u.slot // n for u in units] if several and plan.sync != "last" else own
+    slots = [u.slot if n > 1 else 0 for u in units]
+    if several and plan.sync == "last":
+        # A slot is packed and added. At the end accumulators are scattered, and go one by one.
+        scattered = sorted(rows, reverse=True)[: ring - 1] if n > 1 else []
+        return max((u.slot for u in units), default=0) + sum(scattered)
+    if several and plan.sync == "scatter_each_reduce_last" and plan.replicate > 1:
+        # The sums over micro-batches stay; the rows that are added to them pass.
+        return sum(own) + _largest(slots, rows, ring)
+    if plan.replicate > 1 and streams and n > 1:
+        return sum(rows) + _largest(slots, [0] * len(units), ring)
+    return _largest(slots, rows, ring)
+
+
+def _largest(slots: list[int], rows: list[int], count: int) -> int:
+    """Bytes of the `count` largest reduces."""
+    return sum(sorted((s + r for s, r in zip(slots, rows, strict=True)), reverse=True)[:count])
+
+
+def _ring(plan: Plan, units: int, streams: bool) -> int:
+    """How many reduces hold memory at once. On streams a slot is free behind its reduce-scatter, in
+    the lane's order; without shards it is what the all-reduce reads, and waits for that.
+    """
+    if plan.name == "ddp" and plan.reduce == "naive":
+        return 1
+    if plan.strategy.gradients == "shard":
+        depth = plan.reduce_depth
+    else:
+        depth = max(plan.reduce_depth, 2) if streams else units
+    return 1 if streams and plan.shard > 1 else depth
 
 
 def peak_full(plan: Plan, units: list[UnitBytes]) -> int:
@@ -156,7 +204,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
     if plan.units is None:
         lines.append("  no model yet: plan.resolve(model).explain() gives bytes")
         return "\n".join(lines)
-    kept, sent = count_kept(plan), count_sent(plan, micro_batches)
+    kept, sent = count_kept(plan, micro_batches), count_sent(plan, micro_batches)
     count = sum(p.numel for unit in plan.units for p in unit.parameters)
     own, compute, reduce = (
         plan.dtypes(plan.units[0].parameters[0].dtype) if plan.units else (None,) * 3
@@ -173,6 +221,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         ("", "gradient accumulators", kept.accumulators),
         ("peak per rank", "full parameters", kept.full),
         ("", "reduce slots", kept.slots),
+        ("", "reduce slots, on a CPU", kept.host_slots),
         (f"sent, {micro_batches} {batches}", "all-gather", sent.all_gather),
         ("", "reduce-scatter", sent.reduce_scatter),
         ("", "all-reduce", sent.all_reduce),

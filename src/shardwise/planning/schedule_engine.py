@@ -94,7 +94,7 @@ class EngineSchedule(StepSchedule):
         b, full, n = self.b, unit.sizes.full, self.plan.shard
         mode = choose_gather(self.plan.gather, unit.count, full, self.costs.streams)
         stages = mode == "packed" and n > 1
-        b.engine_work("gather", unit.name, phase)
+        b.engine_work("gather" if n > 1 else "cast", unit.name, phase)
         if self.costs.streams or not stages:
             self._allocate(unit)
         before = b.behind_compute()

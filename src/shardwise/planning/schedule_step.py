@@ -11,7 +11,6 @@ from shardwise.description.collectives import Members
 from shardwise.description.workload import Workload
 from shardwise.planning.cost import Costs
 from shardwise.planning.memory import UnitBytes, size_of_unit
-from shardwise.planning.placement import lay_out
 from shardwise.planning.plan import Plan
 from shardwise.planning.schedule import Builder, Change, Op, Program, Work, rounded
 from shardwise.timeline import COMPUTE
@@ -46,8 +45,6 @@ class UnitState:
     sizes: UnitBytes
     count: int  # parameters
     casts: bool  # compute in another dtype than the master's
-    even: bool  # every trained parameter divides among the ranks
-    own_slot: bool  # a single gradient of the reduce dtype is its own slot
     is_root: bool
     frees_early: bool
     trained: bool
@@ -173,7 +170,6 @@ def state_of(plan: Plan, number: int) -> UnitState:
     spec = plan.require_units()[number]
     own, compute, reduce = plan.dtypes(spec.parameters[0].dtype)
     trained = [p for p in spec.parameters if p.trainable]
-    layout = lay_out([p.shape for p in trained], plan.shard)
     sizes = size_of_unit(plan, spec)
     is_root = spec.modules == ("",)
     return UnitState(
@@ -181,12 +177,10 @@ def state_of(plan: Plan, number: int) -> UnitState:
         sizes=sizes,
         count=len(spec.parameters),
         casts=own != compute,
-        even=all(rows.even and rows.part for rows in layout.rows),
-        own_slot=len(trained) == 1 and compute == reduce,
         is_root=is_root,
         frees_early=not is_root
         and (len(spec.modules) == 1 or len(trained) == len(spec.parameters)),
         trained=bool(trained),
-        scattered_bytes=layout.shard_numel * reduce.itemsize,
+        scattered_bytes=sizes.slot // plan.shard,
         same_reduce=reduce == own,
     )

@@ -50,7 +50,13 @@ class Calibration:
             kernel_s=self.kernel_s,
         )
         unit_s = self.whole_unit_s if whole else self.unit_s
-        host = dataclasses.replace(base.host, op_s=self.op_s, unit_s=unit_s, collective_s=0.0)
+        host = dataclasses.replace(
+            base.host,
+            op_s=self.op_s,
+            unit_s=unit_s,
+            collective_s=0.0,
+            cast_s=self.whole_unit_s,
+        )
         bandwidth = min(network.bandwidth, UNBOUND)
         level = Level("emulated", None, bandwidth, (Protocol("emulated", network.latency, 0.0),))
         return dataclasses.replace(

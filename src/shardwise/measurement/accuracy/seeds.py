@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.description.cluster import Cluster
+from shardwise.description.cluster import Cluster, Host
 from shardwise.description.collectives import Members
 from shardwise.description.model import KernelFact, ModelDescription
 from shardwise.description.preset import Preset
@@ -130,7 +130,7 @@ def seed_001() -> dict[str, tuple[Timeline, int]]:
     """
     cluster = Cluster.load("b200x8")
     # That framework issues a whole step's graph at once: no Python between the kernels.
-    host = dataclasses.replace(cluster.host, op_s=0.0, unit_s=0.0, collective_s=0.0)
+    host = Host(op_s=0.0, unit_s=0.0, collective_s=0.0)
     cluster = dataclasses.replace(cluster, host=host)
     workload = Workload(1024, 1)
     model = QWEN.build(1024)
