@@ -89,7 +89,7 @@ def test_compute_waits_for_no_all_reduce_before_the_end_of_backward(sync: str) -
     """Whatever the depth: only the scattered rows stay for it, half of a unit on two shards."""
     plan = Plan.of("hsdp", (2, 2), sync=sync, reduce_dtype="bfloat16")
     found = program(plan, 2)
-    ends = [i for i, op in enumerate(found.ops) if op.name == "all_reduce"]
+    ends = [i for i, op in enumerate(found.ops) if op.name in ("all_reduce", "add")]
     backwards = [op for op in found.ops if op.name == "backward"]
     last = [i for i, op in enumerate(found.ops) if op.name == "forward"][-1]
     for op in backwards[-4:]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_CONTAINERS = {f"nn.{kind.__name__}": kind for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)}
+_CONTAINERS: dict[str, type[nn.Module]] = {
+    f"nn.{kind.__name__}": kind for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Outline:
         held = {id(p): p for module in found for p in module._parameters.values() if p is not None}
         place_of = {id(module): i for i, module in enumerate(found)}
         class_of = {kind: i for i, kind in enumerate(kinds)}
-        parameter_of = {key: i for i, key in enumerate(held)}
+        number_of = {key: i for i, key in enumerate(held)}
         own = {kind: name for name, kind in _CONTAINERS.items()}
         return cls(
             tuple(own.get(kind, kind.__name__) for kind in kinds),
@@ -58,7 +60,7 @@ class Outline:
             tuple(
                 OutlinedModule(
                     tuple(class_of[kind] for kind in type(m).__mro__ if kind in class_of),
-                    tuple((n, parameter_of[id(p)]) for n, p in m._parameters.items() if p is not None),
+                    tuple((n, number_of[id(p)]) for n, p in m._parameters.items() if p is not None),
                     tuple((n, place_of[id(c)]) for n, c in m._modules.items() if c is not None),
                 )
                 for m in found

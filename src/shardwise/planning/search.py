@@ -3,8 +3,8 @@
 First every strategy and mesh is tried with every micro-batch size and with and without activation
 checkpointing, at default settings; memory follows from the schedule's order alone, so what does not
 fit is dropped before it is simulated. Then the settings of each strategy's best are improved one at
-a time: bucket bytes, what stays gathered, how far to gather ahead, how many reduces may be under way, and
-when micro-batches are reduced.
+a time: bucket bytes, what stays gathered, how far to gather ahead, how many reduces may be under
+way, and when micro-batches are reduced.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def as_source(model: nn.Module | ModelDescription | str, workload: Workload) -> 
 class TracedModel:
     """A module, traced once for each micro-batch size, checkpointing and dtype."""
 
-    compute_dtype = None
+    compute_dtype: str | None = None
 
     def __init__(
         self, model: nn.Module, name: str, inputs: Callable[[Workload], Any] | None

@@ -182,9 +182,7 @@ def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
 
 def _beyond(taken: Sampled, bare: Sampled, times: int) -> Sampled:
     """What `taken` has above `bare`, for each of so many times."""
-    return Sampled(
-        max(0.0, taken.value - bare.value) / times, (taken.spread + bare.spread) / times
-    )
+    return Sampled(max(0.0, taken.value - bare.value) / times, (taken.spread + bare.spread) / times)
 
 
 def _time_steps(
