@@ -30,18 +30,7 @@ class EngineSchedule(StepSchedule):
             for unit in self.units:
                 if not unit.sizes.aliased:
                     self.b.hold("full", rounded(unit.sizes.full))
-                    unit.allocated = unit.gathered = True
-                    unit.stale = not self.options.gather_after_update
-
-    def end_step(self) -> None:
-        if self.options.gather_after_update and not self.frees_after_step:
-            for unit in self.units:
-                unit.stale = True
-                self._gather(unit, "optimizer")
-            for unit in self.units:
-                self._wait(unit, "optimizer")
-            # The step ends when the last of them is there.
-            self.b.copy("end", "", "optimizer", COMPUTE, 1)
+                    unit.allocated = unit.gathered = unit.stale = True
 
     # Forward
 

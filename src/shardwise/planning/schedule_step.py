@@ -29,9 +29,6 @@ class StepOptions:
     # engine hears of the model's, and gathers nothing ahead of it.
     loss_inside: bool = True
 
-    # Replicated parameters are gathered right after their update instead of in the next forward.
-    gather_after_update: bool = False
-
     def __post_init__(self) -> None:
         if self.update not in UPDATES:
             raise ValueError(f"StepOptions.update is {self.update!r}, expected one of {UPDATES}")
@@ -91,9 +88,6 @@ class StepSchedule:
     def begin_step(self) -> None:
         """Units that are whole already when the step starts."""
 
-    def end_step(self) -> None:
-        """What follows the optimizer."""
-
     def build(self, sizes: Sequence[int]) -> Program:
         """The Program of a rank whose micro-batches have `sizes` sequences."""
         b = self.b
@@ -110,7 +104,6 @@ class StepSchedule:
             self._clip()
         if self.options.optimizer:
             self._update()
-        self.end_step()
         return b.build()
 
     def run_backward(self, work: Work, place: int, peaks: bool = True) -> None:

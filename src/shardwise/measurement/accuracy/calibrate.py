@@ -57,16 +57,20 @@ class Calibration:
             collective_s=0.0,
             cast_s=self.whole_unit_s,
         )
-        bandwidth = min(network.bandwidth, UNBOUND)
-        level = Level("emulated", None, bandwidth, (Protocol("emulated", network.latency, 0.0),))
         return dataclasses.replace(
             base,
             name="emulated",
             device=device,
-            levels=(level,),
+            levels=(emulated_level(network),),
             host=host,
             communication_share_of_compute=0.0,
         )
+
+
+def emulated_level(network: Network) -> Level:
+    """The one link of an emulated cluster."""
+    bandwidth = min(network.bandwidth, UNBOUND)
+    return Level("emulated", None, bandwidth, (Protocol("emulated", network.latency, 0.0),))
 
 
 def calibrate_device(device: str, rounds: int = 15) -> Calibration:
