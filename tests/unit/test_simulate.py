@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+import weakref
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from shardwise.description.cluster import Cluster, Device, Host, Level, MatmulRate, Protocol
 from shardwise.description.model import (
@@ -28,6 +32,8 @@ from shardwise.planning.search_models import checkpointed, cut_described
 from shardwise.planning.simulate import fold, mesh_axes, simulate
 from shardwise.planning.simulate_events import Rank, run
 from shardwise.planning.strategies import SYNCS
+from shardwise.runtime.api import shard
+from shardwise.sharding.gradients import Gradients
 from shardwise.timeline import COMPUTE, Timeline
 
 MS = 1e-3
@@ -296,3 +302,30 @@ def test_it_is_quick() -> None:
     )  # fmt: skip
     assert time.process_time() - began < 10
     assert len(distinct.ranks) == 64
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_cpu_holds_the_slots_that_explain_counts(
+    strategy: str, no_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine itself: all slots of zero1 until backward's end, one of a sharded gradient's."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(6)]
+    model, plan = nn.Sequential(*blocks), Plan.of(strategy, 4, bucket_bytes=1)
+    told = count_kept(plan.resolve(model)).host_slots
+    slots: list[weakref.ref[torch.Tensor]] = []
+    live: list[int] = []
+    pack = Gradients.pack
+
+    def watched(self: Gradients, *args: Any, **settings: Any) -> torch.Tensor:
+        slot = pack(self, *args, **settings)
+        slots.append(weakref.ref(slot))
+        live.append(sum(held.nbytes for ref in slots if (held := ref()) is not None))
+        return slot
+
+    monkeypatch.setattr(Gradients, "pack", watched)
+    sharded = shard(model, plan)
+    sharded(torch.randn(4, 64)).sum().backward()
+    assert len(live) == 6 and max(live) == told

@@ -35,10 +35,10 @@ run, and the kernels of the described model: they are replayed in the step's ord
 engine, amid as many copies and pauses as the step is predicted to have, for a second until the
 GPU's clock has settled under its power limit and for another in which they are timed. Steps are
 timed likewise, and are means over a second. The collectives there are emulated (they take a
-modelled time); `held-out` configurations were fixed before the model was corrected with the `build` ones. Two gloo
-ranks are calibrated, predicted and measured in rounds, since a shared machine's speed drifts; their
-rows are medians over the rounds. Rows marked *order* claim their order only: the document gives no
-shape or batch.
+modelled time); `held-out` configurations were fixed before the model was corrected with the `build`
+ones. Two gloo ranks are calibrated, predicted and measured in rounds, since a shared machine's
+speed drifts; their rows are medians over the rounds. Rows marked *order* claim their order only:
+the document gives no shape or batch.
 """
 
 
