@@ -38,10 +38,14 @@ def test_delaying_pays_with_uneven_work_and_several_micro_batches() -> None:
         assert (gain > 1.05) is pays
 
 
-def test_seed_001_memory_and_order() -> None:
-    saved, ddp, sharded = accuracy_seeds.rows_001()
-    assert abs(accuracy.error_of(saved, "bytes") or 1) < 0.05
-    assert ddp["predicted_ms"] < sharded["predicted_ms"]
+def test_seed_001_s_memory_is_the_simulator_s() -> None:
+    """No step time: the document has neither dtype nor shape."""
+    (saved,) = accuracy_seeds.rows_001()
+    assert "predicted_ms" not in saved
+    parameters = 4 * accuracy_seeds.QWEN.parameter_count
+    state = 2 * parameters * 7 / 8  # what seven of eight ranks hold now
+    assert saved["predicted_bytes"] == pytest.approx(state, rel=0.05)
+    assert saved["reported_bytes"] == pytest.approx(27.7337e9)
     assert accuracy_seeds.QWEN.parameter_count == pytest.approx(3.7e9, rel=0.01)
 
 
@@ -159,6 +163,36 @@ def test_time_of_the_committed_h200_steps() -> None:
     assert max(errors) < 0.1 and sum(errors) / len(errors) < 0.05
 
 
+def test_the_shipped_file_predicts_the_committed_h200_steps(capsys) -> None:
+    """What `shardwise plan` gives, ddp included: +19.5 and +30.7 % when a cast cost a gather."""
+    measured = json.loads((RESULTS / "accuracy-h200.json").read_text())["rows"]
+    results = accuracy.Results.open(None, {}, "")
+    accuracy.run(["shipped"], results, measured=measured)
+    errors = {row["case"]: accuracy.error_of(row, "ms") for row in results.rows}
+    assert len(errors) == len(CASES) == 17
+    assert max(map(abs, errors.values())) < 0.10
+    assert sum(map(abs, errors.values())) / 17 < 0.03
+    for name in ("b3", "h5"):
+        assert abs(errors[f"h200x8-measured {name}"]) < 0.05
+    assert max(abs(accuracy.error_of(row, "bytes") or 1) for row in results.rows) < 0.03
+    assert "--cluster h200x8-measured" in accuracy.summarize(results.rows)[0]
+    # The page has these rows.
+    page = (RESULTS.parents[1] / "docs" / "accuracy.md").read_text()
+    for row in results.rows:
+        assert f"| {row['case']} | {row['mode']} | {row['predicted_ms']:.1f} ms |" in page
+    accuracy.run(["shipped"], accuracy.Results.open(None, {}, ""))
+    assert "skipped" in capsys.readouterr().err
+
+
+def test_delaying_pays_at_the_default_depth() -> None:
+    """Document 000's benchmark: 2,289 ms when depth 1 waited for every all-reduce."""
+    told = accuracy_seeds.delayed_000()
+    theirs, ours, deeper = (float(line.split("step ")[1].split(" ms")[0]) for line in told)
+    assert ours == deeper < theirs
+    page = (RESULTS.parents[1] / "docs" / "accuracy.md").read_text()
+    assert all(line in page for line in told)
+
+
 def test_a_replay_times_every_pass_of_the_step() -> None:
     """Equal passes get equal times; pauses that take longer than asked for are noticed."""
     case = next(case for case in CASES if case.checkpoint != "none").quick()
@@ -210,7 +244,8 @@ def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
     measured = {"torch": "2.11", "commit": "c0ffee", "cpu": "x", "gpu": "G1"}
     held = {"environment": measured, "command": "earlier", "rows": rows, "sweep": sweep}
     path.write_text(json.dumps(held))
-    arguments = ["bench", "accuracy", "--simulated", "--json", str(path), "--docs", str(page)]
+    arguments = ["bench", "accuracy", "--cases", "seeds", "--json", str(path)]
+    arguments += ["--docs", str(page)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "seed 000" in said and "-4.8%" in said and "held-out" in said

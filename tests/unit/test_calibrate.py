@@ -26,7 +26,7 @@ def findings() -> Findings:
 
 
 def test_one_gpu_is_measured_and_its_links_are_taken_from_a_named_cluster(monkeypatch) -> None:
-    host = HostFindings(Sampled(2e-5, 1e-6), Sampled(3e-4, 2e-5))
+    host = HostFindings(Sampled(2e-5, 1e-6), Sampled(3e-4, 2e-5), Sampled(4e-5, 3e-6))
     h100 = Cluster.load("h100x8")
     monkeypatch.setattr("shardwise.measurement.calibration.device._memory", lambda *_: 8e10)
     monkeypatch.setattr(
@@ -41,6 +41,7 @@ def test_one_gpu_is_measured_and_its_links_are_taken_from_a_named_cluster(monkey
     assert cluster.device.attention_fraction == 0.5
     assert cluster.host.op_s == 2e-5  # the host does not run the kernel
     assert not cluster.host.communicates
+    assert cluster.host.cast_s == 4e-5
     sources = dict(cluster.sources)
     assert sources["level.0.bandwidth_bytes_per_s"].startswith("cluster h100x8: ")
     assert sources["device.kernel_s"].startswith("measured by shardwise calibrate")
@@ -58,6 +59,7 @@ def test_the_command_measures_two_ranks_and_the_file_loads_back(tmp_path, capsys
     assert "measuring matrix products in float32" in shown.err
     cluster = Cluster.load(out)
     assert cluster.name == "mine" and cluster.host.communicates
+    assert cluster.host.cast_s is not None
     assert {p.kind for p in cluster.levels[0].points} == set(COLLECTIVES)
     assert {p.ranks for p in cluster.levels[0].points} == {2}
     assert "spread = " in out.read_text()

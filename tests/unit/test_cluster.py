@@ -138,3 +138,15 @@ def test_measured_matmul_points_decide_near_them() -> None:
     assert 1e9 < rate.rate(1024, 1024, 1024) < 1e12
     assert rate.rate(3000, 4096, 4096) > 0.9e12
     assert MatmulRate("float32", 2e12, 0.5).rate(8, 8, 8) == 1e12
+
+
+def test_a_cast_has_its_own_figure_and_older_files_have_none() -> None:
+    packaged = Cluster.load("h200x8")
+    assert packaged.host.cast_s == packaged.host.seconds_to_cast < packaged.host.unit_s / 5
+    lines = write_cluster(packaged).splitlines(keepends=True)
+    older = parse_cluster("".join(line for line in lines if "cast_s" not in line), "older.toml")
+    assert older.host.cast_s is None
+    assert older.host.seconds_to_cast == pytest.approx(packaged.host.seconds_to_cast, rel=0.05)
+    assert parse_cluster(write_cluster(older), "again.toml").host == older.host
+    with pytest.raises(ValueError, match="cast_s"):
+        Host(0.0, 0.0, 0.0, cast_s=-1.0)

@@ -14,6 +14,7 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.schedule import Program, lay_work, rounded, scaled, works_of
 from shardwise.planning.schedule_engine import EngineSchedule
 from shardwise.planning.schedule_step import StepOptions
+from shardwise.planning.simulate import simulate
 from tests.unit.test_simulate import CLUSTER, model, resolved
 
 
@@ -82,6 +83,40 @@ def test_every_setting_gives_back_what_it_took(plan: Plan, streams: bool) -> Non
         assert left[change.role] >= 0, change
     for role in ("slots", "activations", "temporary", "full"):
         assert left.get(role, 0) == 0, role
+
+
+@pytest.mark.parametrize("sync", ["each", "scatter_each_reduce_last"])
+def test_compute_waits_for_no_all_reduce_before_the_end_of_backward(sync: str) -> None:
+    """Whatever the depth: only the scattered rows stay for it, half of a unit on two shards."""
+    plan = Plan.of("hsdp", (2, 2), sync=sync, reduce_dtype="bfloat16")
+    found = program(plan, 2)
+    ends = [i for i, op in enumerate(found.ops) if op.name in ("all_reduce", "add")]
+    backwards = [op for op in found.ops if op.name == "backward"]
+    last = [i for i, op in enumerate(found.ops) if op.name == "forward"][-1]
+    for op in backwards[-4:]:
+        assert not [i for i in op.after if i in ends and i > last]
+    held = most = 0
+    for change in found.changes:
+        held += change.nbytes if change.role == "slots" else 0
+        most = max(most, held)
+    rows, slot = rounded(2_000_000), rounded(4_000_000)
+    passing = rows if sync == "scatter_each_reduce_last" else 0
+    assert most == 4 * rows + slot + passing
+
+
+def test_a_late_replica_costs_nothing_at_any_depth() -> None:
+    """Delayed, with uneven work: the step is the same from depth 1 on."""
+    description = model()
+    workload = Workload(8, 2, 2, sizes=((1, 2), (2, 1)))
+    plan = Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last")
+    steps = [
+        simulate(
+            resolved(dataclasses.replace(plan, reduce_depth=depth), description), description,
+            CLUSTER, workload, options=StepOptions(optimizer=False),
+        ).step_ms
+        for depth in (1, 4)
+    ]  # fmt: skip
+    assert steps[0] == pytest.approx(steps[1], rel=0.001)
 
 
 def test_buckets_may_cut_otherwise_than_the_description() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
+import weakref
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from shardwise.description.cluster import Cluster, Device, Host, Level, MatmulRate, Protocol
 from shardwise.description.cluster_toml import load_cluster
@@ -28,6 +33,9 @@ from shardwise.planning.schedule_step import StepOptions
 from shardwise.planning.search_models import checkpointed, cut_described
 from shardwise.planning.simulate import fold, mesh_axes, simulate
 from shardwise.planning.simulate_events import Rank, run
+from shardwise.planning.strategies import SYNCS
+from shardwise.runtime.api import shard
+from shardwise.sharding.gradients import Gradients
 from shardwise.timeline import COMPUTE, Timeline
 from tests.parity.models import build
 
@@ -193,6 +201,36 @@ def test_memory_agrees_with_the_formulas(strategy: str) -> None:
     assert peak.totals[-1] < peak.peak().total
 
 
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "more"),
+    [
+        ("ddp", 4, {}), ("ddp", 4, {"reduce": "naive"}), ("ddp", 4, {"reduce": "flat"}),
+        ("zero1", 4, {}), ("zero2", 4, {}), ("zero3", 4, {}), ("hsdp", (2, 2), {}),
+        ("hsdp", (2, 2), {"inner": "zero1"}), ("hsdp", (2, 2), {"inner": "zero2"}),
+        ("hsdp", (2, 1), {}),
+    ],
+)  # fmt: skip
+def test_explain_counts_the_slots_that_the_simulator_holds(
+    strategy: str, mesh: Any, more: dict[str, Any]
+) -> None:
+    """For a device with streams and for a CPU, whatever the settings."""
+    description = model(6)
+    for dtype, sync, depth, batches, streams in itertools.product(
+        (None, "bfloat16"), SYNCS, (1, 3), (1, 2), (True, False)
+    ):
+        settings = {"reduce_dtype": dtype, "sync": sync, "reduce_depth": depth, **more}
+        plan = resolved(Plan.of(strategy, mesh, bucket_bytes=8_000_000, **settings), description)
+        costs, options = Costs(CLUSTER, streams=streams), StepOptions(optimizer=False)
+        timeline = simulate(
+            plan, description, CLUSTER, Workload(8, 1, batches), costs=costs, options=options
+        )
+        held = max(timeline.curve().roles.get("slots", (0,)))
+        kept = count_kept(plan, batches)
+        told = kept.slots if streams else kept.host_slots
+        told += kept.accumulators if batches > 1 else 0
+        assert held == pytest.approx(told, rel=0.001), (settings, batches, streams)
+
+
 def test_accumulation_and_checkpointing_move_memory() -> None:
     workload = Workload(8, 1, 2)
     each, last = (
@@ -292,3 +330,30 @@ def test_parameters_kept_whole_are_all_reduced_by_everybody() -> None:
             assert len(divided) == 2 * len(plan.require_units())
     with pytest.raises(ValueError, match="fully_shard keeps no parameters whole"):
         simulate(plan, description, CLUSTER, Workload(5, 2), engine="fsdp2")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_cpu_holds_the_slots_that_explain_counts(
+    strategy: str, no_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine itself: all slots of zero1 until backward's end, one of a sharded gradient's."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(6)]
+    model, plan = nn.Sequential(*blocks), Plan.of(strategy, 4, bucket_bytes=1)
+    told = count_kept(plan.resolve(model)).host_slots
+    slots: list[weakref.ref[torch.Tensor]] = []
+    live: list[int] = []
+    pack = Gradients.pack
+
+    def watched(self: Gradients, *args: Any, **settings: Any) -> torch.Tensor:
+        slot = pack(self, *args, **settings)
+        slots.append(weakref.ref(slot))
+        live.append(sum(held.nbytes for ref in slots if (held := ref()) is not None))
+        return slot
+
+    monkeypatch.setattr(Gradients, "pack", watched)
+    sharded = shard(model, plan)
+    sharded(torch.randn(4, 64)).sum().backward()
+    assert len(live) == 6 and max(live) == told

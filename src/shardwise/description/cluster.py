@@ -203,6 +203,11 @@ class Level:
         return min(protocol.step_s for protocol in self.protocols)
 
 
+# Where a file does not say it, what a cast of a unit takes of `unit_s`: an H200's host took 0.097
+# ms for the one and 0.655 for the other (benchmarks/results/accuracy-h200.json, calibration).
+CAST_SHARE_OF_UNIT = 0.15
+
+
 @dataclass(frozen=True)
 class Host:
     """CPU seconds that the host needs to issue work; what the device does meanwhile is its own."""
@@ -212,9 +217,17 @@ class Host:
     collective_s: float  # one call of a collective
     # gloo: the host itself moves the data, so communication and compute share its cores.
     communicates: bool = False
+    # To cast a unit that is not sharded. Much less than a gather, and it shows more: ddp casts all
+    # of its units before the first kernel can be issued. None: a share of `unit_s`.
+    cast_s: float | None = None
 
     def __post_init__(self) -> None:
         check_at_least(0, op_s=self.op_s, unit_s=self.unit_s, collective_s=self.collective_s)
+        check_at_least(0, cast_s=self.seconds_to_cast)
+
+    @property
+    def seconds_to_cast(self) -> float:
+        return CAST_SHARE_OF_UNIT * self.unit_s if self.cast_s is None else self.cast_s
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class _Reader:
 
     def host(self, data: Mapping[str, Any]) -> Host:
         numbers = ("op_s", "unit_s", "collective_s")
-        self.check_keys(data, "host", ("communicates", *numbers))
+        self.check_keys(data, "host", ("communicates", "cast_s", *numbers))
         communicates = data.get("communicates", False)
         if not isinstance(communicates, bool):
             raise UserError(
@@ -174,7 +174,9 @@ class _Reader:
                 f"{communicates!r}"
             )
         return Host(
-            communicates=communicates, **{key: self.number(data, key, "host") for key in numbers}
+            communicates=communicates,
+            cast_s=self.number(data, "cast_s", "host") if "cast_s" in data else None,
+            **{key: self.number(data, key, "host") for key in numbers},
         )
 
     def check_keys(self, data: Mapping[str, Any], where: str, known: Iterable[str]) -> None:
@@ -300,6 +302,8 @@ def write_cluster(cluster: Cluster, spreads: Mapping[str, float] | None = None) 
                 lines.append(number(inner, "limit_bytes_per_s", protocol.limit_bytes_per_s))
     lines += ["", "[host]", f"communicates = {'true' if host.communicates else 'false'}"]
     lines += [number("host", key, getattr(host, key)) for key in ("op_s", "unit_s", "collective_s")]
+    if host.cast_s is not None:
+        lines.append(number("host", "cast_s", host.cast_s))
     share = "communication_share_of_compute"
     lines += ["", "[contention]", number("contention", share, getattr(cluster, share))]
     return "\n".join(lines) + "\n"

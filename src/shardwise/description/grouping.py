@@ -53,6 +53,7 @@ def group(trace: Trace, units: Sequence[UnitFacts], name: str = "model") -> Mode
         buffer_bytes=trace.buffer_bytes,
         tied=trace.tied,
         notes=trace.notes,
+        outline=trace.outline,
     )
 
 

@@ -18,7 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from shardwise.description.outline import Outline
 
 KernelKind = Literal["matmul", "attention", "elementwise", "other"]
 KERNEL_KINDS: tuple[str, ...] = get_args(KernelKind)
@@ -249,6 +252,7 @@ class ModelDescription:
     buffer_bytes: int = 0  # of the module's buffers
     tied: tuple[tuple[str, ...], ...] = ()  # names that are one parameter
     notes: tuple[str, ...] = ()  # what the reader of a prediction should know
+    outline: Outline | None = None  # of the model itself; none if the description was made by hand
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
@@ -266,6 +270,16 @@ class ModelDescription:
         """Every segment with its unit, in forward order. Backward runs them in reverse."""
         pairs = [(unit, segment) for unit in self.units for segment in unit.segments]
         return tuple(sorted(pairs, key=lambda pair: pair[1].position))
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """What most of its products are in; None without any."""
+        flops: dict[str, float] = {}
+        for _, segment in self.segments:
+            for kernel in segment.forward.kernels:
+                if kernel.kind == "matmul":
+                    flops[kernel.dtype] = flops.get(kernel.dtype, 0.0) + kernel.flops * kernel.count
+        return max(flops, key=lambda dtype: flops[dtype], default=None)
 
     def unit(self, name: str) -> UnitDescription:
         for unit in self.units:

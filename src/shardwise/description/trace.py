@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.description.device_kernels import DeviceKernels
 from shardwise.description.model import KernelFact
+from shardwise.description.outline import Outline
 from shardwise.description.replay import Answers
 from shardwise.description.shadow import attach, copy_to_meta, find_owners, input_to_meta
 from shardwise.errors import UserError
@@ -76,6 +77,7 @@ class Trace:
     input_bytes: int
     buffer_bytes: int
     checkpointed: tuple[str, ...]  # modules that ran under checkpointing by request
+    outline: Outline
     notes: tuple[str, ...] = ()
 
 
@@ -168,6 +170,7 @@ def trace_module(
         input_bytes=sum(t.nbytes for t in given),
         buffer_bytes=sum(b.nbytes for b in shadow.buffers()),
         checkpointed=options.checkpoint,
+        outline=Outline.of(model),
     )
 
 

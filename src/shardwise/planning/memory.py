@@ -31,15 +31,19 @@ class UnitBytes:
     full: int  # the gathered unit, compute dtype
     gradient: int  # this rank's rows of the trainable parameters, original dtype, and the counts
     slot: int  # all gradients of the unit, reduce dtype, and the counts: the reduce's input
-    state: int  # AdamW's, of this rank's rows
+    moment: int  # one tensor of optimizer state: of this rank's rows, without the counts
     aliased: bool  # the full unit is the master itself: nothing to gather, nothing more to hold
     packs: bool  # a gather needs staging of the unit's size
     whole: bool  # one rank has all rows: nothing to scatter, and the gradient buffer may be reduced
 
+    def in_buffer(self, ranks: int) -> bool:
+        """A rank's part of a reduce has the gradients' own dtype: their buffer takes the sum."""
+        return self.slot == (1 if self.whole else ranks) * self.gradient
+
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that one rank holds, by role. `full` and `slots` are peaks, the rest is there all the
+    """Bytes that one rank holds, by role. `full` and the slots are peaks, the rest is there all the
     time.
     """
 
@@ -48,7 +52,8 @@ class KeptBytes:
     state: int
     accumulators: int
     full: int
-    slots: int
+    slots: int  # of a device with streams
+    host_slots: int  # of a CPU, which does the reduces itself
 
 
 @dataclass(frozen=True)
@@ -78,26 +83,74 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
         full=full,
         gradient=reduced * own.itemsize,
         slot=reduced * ranks * reduce.itemsize,
-        state=STATE_TENSORS * trained.shard_numel * own.itemsize,
+        moment=trained.shard_numel * own.itemsize,
         aliased=ranks == 1 and own == compute,
         packs=ranks > 1 and gather == "packed",
         whole=ranks == 1,
     )
 
 
-def count_kept(plan: Plan) -> KeptBytes:
+def count_kept(plan: Plan, micro_batches: int = 1) -> KeptBytes:
     """Bytes one rank holds, by role."""
     units = [size_of_unit(plan, unit) for unit in plan.require_units()]
-    slots = sorted((u.slot for u in units if not u.whole or u.slot != u.gradient), reverse=True)
-    ring = len(slots) if plan.strategy.gradients == "replicate" else max(plan.reduce_depth, 1)
     return KeptBytes(
         master=sum(u.master for u in units),
         gradients=sum(u.gradient for u in units),
-        state=sum(u.state for u in units),
-        accumulators=sum(u.slot for u in units) if plan.sync == "last" else 0,
+        state=STATE_TENSORS * sum(u.moment for u in units),
+        accumulators=_accumulators(plan, units),
         full=peak_full(plan, units),
-        slots=sum(slots[:ring]),
+        slots=peak_slots(plan, units, micro_batches, streams=True),
+        host_slots=peak_slots(plan, units, micro_batches, streams=False),
     )
+
+
+def _accumulators(plan: Plan, units: list[UnitBytes]) -> int:
+    """With sync = last, slots in which micro-batches add up. Data parallel adds up in the gradient
+    buffer itself, where that has the reduce dtype.
+    """
+    if plan.sync != "last":
+        return 0
+    return sum(u.slot for u in units if not (u.whole and u.in_buffer(1)))
+
+
+def peak_slots(plan: Plan, units: list[UnitBytes], micro_batches: int, streams: bool) -> int:
+    """The most bytes that reduces hold at any moment: what the ring has under way, and rows that
+    stay longer, for the replicas. A slot or rows that are the gradient buffer itself take nothing.
+    """
+    n, ring = plan.shard, _ring(plan, len(units), streams)
+    several = micro_batches > 1
+    parts = [u.slot // (1 if u.whole else n) for u in units]
+    own = [0 if u.in_buffer(n) else part for u, part in zip(units, parts, strict=True)]
+    rows = parts if several and plan.sync != "last" else own
+    slots = [0 if u.whole else u.slot for u in units]
+    if several and plan.sync == "last":
+        # A slot is packed and added. At the end accumulators are scattered, and go one by one.
+        scattered = sorted(rows, reverse=True)[: ring - 1] if n > 1 else []
+        return max((u.slot for u in units), default=0) + sum(scattered)
+    if several and plan.sync == "scatter_each_reduce_last" and plan.replicate > 1:
+        # The sums over micro-batches stay; the rows that are added to them pass.
+        return sum(own) + _largest(slots, rows, ring)
+    if plan.replicate > 1 and streams and n > 1:
+        return sum(rows) + _largest(slots, [0] * len(units), ring)
+    return _largest(slots, rows, ring)
+
+
+def _largest(slots: list[int], rows: list[int], count: int) -> int:
+    """Bytes of the `count` largest reduces."""
+    return sum(sorted((s + r for s, r in zip(slots, rows, strict=True)), reverse=True)[:count])
+
+
+def _ring(plan: Plan, units: int, streams: bool) -> int:
+    """How many reduces hold memory at once. On streams a slot is free behind its reduce-scatter, in
+    the lane's order; without shards it is what the all-reduce reads, and waits for that.
+    """
+    if plan.name == "ddp" and plan.reduce == "naive":
+        return 1
+    if plan.strategy.gradients == "shard":
+        depth = plan.reduce_depth
+    else:
+        depth = max(plan.reduce_depth, 2) if streams else units
+    return 1 if streams and plan.shard > 1 else depth
 
 
 def peak_full(plan: Plan, units: list[UnitBytes]) -> int:
@@ -166,7 +219,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
     if plan.units is None:
         lines.append("  no model yet: plan.resolve(model).explain() gives bytes")
         return "\n".join(lines)
-    kept, sent = count_kept(plan), count_sent(plan, micro_batches)
+    kept, sent = count_kept(plan, micro_batches), count_sent(plan, micro_batches)
     count = sum(p.numel for unit in plan.units for p in unit.parameters)
     own, compute, reduce = (
         plan.dtypes(plan.units[0].parameters[0].dtype) if plan.units else (None,) * 3
@@ -189,6 +242,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         ("", "gradient accumulators", kept.accumulators),
         ("peak per rank", "full parameters", kept.full),
         ("", "reduce slots", kept.slots),
+        ("", "reduce slots, on a CPU", kept.host_slots),
         (f"sent, {micro_batches} {batches}", "all-gather", sent.all_gather),
         ("", "reduce-scatter", sent.reduce_scatter),
         ("", "all-reduce", sent.all_reduce),

@@ -76,9 +76,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="D",
         help="default: bfloat16, or float32 where that is quicker (a CPU)",
     )
-    parser.add_argument(
-        "--reduce-dtype", default="float32", metavar="D", help="default: %(default)s"
-    )
+    parser.add_argument("--reduce-dtype", metavar="D", help="of gradients; default: float32")
     parser.add_argument("--budget-gb", type=float, metavar="X", help="memory of a rank, 1e9 bytes")
     parser.add_argument("--strategies", metavar="A,B", help="only these; default: all")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="rows; default: 8")
@@ -220,7 +218,7 @@ class Question:
                 Workload(self.sequence, per_rank),
                 self.budget_gb,
                 world=world,
-                compute_dtype=self.compute_dtype or cluster.device.compute_dtype,
+                compute_dtype=self.compute_dtype,
                 reduce_dtype=self.reduce_dtype,
                 strategies=self.strategies,
             )

@@ -183,10 +183,11 @@ class Builder:
         )
 
     def engine_work(self, name: str, unit: str, phase: str) -> None:
-        """The engine's own Python to gather or reduce one unit: the host's time, and on a CPU
+        """The engine's own Python to gather, cast or reduce one unit: the host's time, and on a CPU
         compute's as well.
         """
-        seconds = self.costs.cluster.host.unit_s
+        host = self.costs.cluster.host
+        seconds = host.seconds_to_cast if name == "cast" else host.unit_s
         if self.costs.streams:
             self.ops.append(Op(name, unit, phase, "host", "host", 0.0, seconds))
         else:

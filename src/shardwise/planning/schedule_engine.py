@@ -30,18 +30,7 @@ class EngineSchedule(StepSchedule):
             for unit in self.units:
                 if not unit.sizes.aliased:
                     self.b.hold("full", rounded(unit.sizes.full))
-                    unit.allocated = unit.gathered = True
-                    unit.stale = not self.options.gather_after_update
-
-    def end_step(self) -> None:
-        if self.options.gather_after_update and not self.frees_after_step:
-            for unit in self.units:
-                unit.stale = True
-                self._gather(unit, "optimizer")
-            for unit in self.units:
-                self._wait(unit, "optimizer")
-            # The step ends when the last of them is there.
-            self.b.copy("end", "", "optimizer", COMPUTE, 1)
+                    unit.allocated = unit.gathered = unit.stale = True
 
     # Forward
 
@@ -94,7 +83,7 @@ class EngineSchedule(StepSchedule):
         b, full, n = self.b, unit.sizes.full, unit.shard
         mode = choose_gather(self.plan.gather, unit.count, full, self.costs.streams)
         stages = mode == "packed" and n > 1
-        b.engine_work("gather", unit.name, phase)
+        b.engine_work("gather" if n > 1 else "cast", unit.name, phase)
         if self.costs.streams or not stages:
             self._allocate(unit)
         before = b.behind_compute()

@@ -17,9 +17,10 @@ class Reduction:
     """One reduce under way."""
 
     unit: UnitState
-    released: int  # compute waits for this before `held` may go
+    released: int  # compute waits for this before what is held may go
     held: int  # gradients
-    slots: int  # slot and scattered bytes that go with it
+    slots: int = 0  # bytes that the lane needs: the slot, and rows that are added to others
+    rows: int = 0  # scattered bytes: what is all-reduced over the replicas, or added
     scatter: int = -1
     finish: bool = False  # a host still has to all-reduce and add
     last: bool = True
@@ -28,7 +29,12 @@ class Reduction:
 
 
 class Reducer:
-    """Lays out reduces; the ring bounds how many are under way before compute waits."""
+    """Lays out reduces; the ring bounds how many are under way before compute waits.
+
+    On streams a slot and its gradients are free behind the pack and the reduce-scatter, in the
+    lane's own order. Only the scattered rows stay for the replicas' all-reduce, to the end of
+    backward: compute waits for no all-reduce before that.
+    """
 
     def __init__(self, plan: Plan, builder: Builder) -> None:
         self.plan, self.b, self.costs = plan, builder, builder.costs
@@ -36,7 +42,8 @@ class Reducer:
         self.delays = plan.sync == "scatter_each_reduce_last"
         self.during_backward = plan.name != "ddp" or REDUCES[plan.reduce].during_backward
         self.ring: deque[Reduction] = deque()
-        self.lane_end = -1  # the last operation of the lanes
+        self.ends: dict[str, int] = {}  # the last operation of each lane: scatter, replica
+        self.crossing = 0  # bytes of rows that stay until the replicas' all-reduces have ended
         if plan.name == "ddp" and plan.reduce == "naive":
             self.depth = 0
         elif plan.strategy.gradients == "replicate":
@@ -53,17 +60,12 @@ class Reducer:
         self._open(unit)
         direct = unit.overwrite and not unit.partial and unit.same_reduce
         into_flat = direct and whole
-        # A single gradient is its own slot, unless it would have to stay as the accumulator.
         adds_up = self.plan.sync == "last"
-        borrowed = unit.own_slot and unit.even and not into_flat and not adds_up
-        slot = 0 if into_flat or borrowed else rounded(sizes.slot)
-        before = b.behind_compute()
-        packed = -1
+        slot = 0 if into_flat else rounded(sizes.slot)
         b.hold("slots", slot)
-        if not borrowed:
-            moved = unit.grads + sizes.slot
-            packed = b.copy("pack", unit.name, "backward", "scatter", moved, before)
-            before = (packed,) if self.costs.streams else b.behind_compute()
+        moved = unit.grads + sizes.slot
+        packed = b.copy("pack", unit.name, "backward", "scatter", moved, b.behind_compute())
+        before = (packed,) if self.costs.streams else b.behind_compute()
         if into_flat:
             unit.overwrite = False
         if adds_up:
@@ -77,36 +79,46 @@ class Reducer:
                 return
             if unit.accumulates:
                 slot = rounded(sizes.slot) if unit.accumulates == "own" else 0
-                direct = direct or (whole and unit.accumulates == "flat")
+                into_flat = whole and unit.accumulates == "flat"
+                direct = direct or into_flat
                 unit.accumulates = ""
         overwrites = unit.overwrite
         if direct or last or not delays:
             unit.overwrite = False
-        scattered = 0 if whole or direct else rounded(unit.scattered_bytes)
-        b.hold("slots", scattered)
-        scatter = -1
+        scatter, rows = -1, 0
+        if whole:
+            slot, rows = 0, slot
+        elif not direct:
+            rows = rounded(unit.scattered_bytes)
+            b.hold("slots", rows)
         if not whole:
             scatter = b.collective(
                 "reduce_scatter", unit.name, "backward", "shard", sizes.slot, self.shard, before,
                 sizes.slot / self.plan.shard,
             )  # fmt: skip
-        elif self.costs.streams and packed >= 0:
+        elif self.costs.streams:
             scatter = packed
-        crosses = unit.replicate > 1 and not (direct and unit.partial != "own")
         entry = Reduction(
-            unit, packed, unit.grads, scattered, scatter, True, last, direct, overwrites
+            unit, packed, unit.grads, slot, rows, scatter, True, last, direct, overwrites
         )
         unit.grads = 0
-        reused = self.costs.streams and unit.even and not whole and not adds_up
         if self.costs.streams:
             self._queue_rest(entry)
-            if crosses or borrowed or packed < 0:
-                entry.released = self.lane_end if self.lane_end >= 0 else packed
-        if reused and not borrowed:
-            b.hold("slots", -slot)
-        else:
-            entry.slots += slot
+            self._let_go(entry, all_of_it=not whole or into_flat)
         self._start(entry)
+
+    def _let_go(self, entry: Reduction, all_of_it: bool) -> None:
+        """On streams: what is the lane's own goes in its order, and rows that cross to the other
+        lane stay until that one is done. Where nothing is scattered the slot itself crosses, which
+        is too much to keep: that waits in the ring.
+        """
+        if not all_of_it:
+            entry.released = max(self.ends.values())
+            return
+        crosses = entry.unit.replicate > 1 and not entry.finish
+        self.b.hold("slots", -entry.slots - (0 if crosses else entry.rows))
+        self.crossing += entry.rows if crosses else 0
+        entry.slots = entry.rows = 0
 
     def _accumulate(self, unit: UnitState, packed: int, into_flat: bool) -> None:
         """The slot becomes, or has joined, the accumulator, which stays until the last
@@ -114,7 +126,7 @@ class Reducer:
         """
         if not unit.accumulates:
             unit.accumulates = "flat" if into_flat else "own"
-        self._start(Reduction(unit, packed, unit.grads, 0))
+        self._start(Reduction(unit, packed, unit.grads))
         unit.grads = 0
 
     def _open(self, unit: UnitState) -> None:
@@ -135,23 +147,23 @@ class Reducer:
         def then() -> tuple[int, ...]:
             return ((done,) if done >= 0 else ()) if self.costs.streams else b.behind_compute()
 
-        in_flat = entry.direct
+        in_flat, lane = entry.direct, "scatter"
         if self.delays and unit.replicate > 1:
             if not unit.partial:
                 unit.partial = "flat" if entry.direct else "own"
-                if unit.partial == "own":
-                    entry.slots -= rounded(shard_bytes)  # the sums stay for the step
+                entry.rows = 0  # the sums stay for the step
             else:
-                done = b.copy("add", name, "backward", "scatter", 3 * shard_bytes, then())
+                done = b.copy("add", name, "backward", lane, 3 * shard_bytes, then())
+                entry.slots, entry.rows = entry.slots + entry.rows, 0
+            self.ends[lane] = done
             if not entry.last:
-                self.lane_end = done
                 return
             in_flat = unit.partial == "flat"
             if not in_flat:
-                entry.slots += rounded(shard_bytes)
+                entry.rows = rounded(shard_bytes)
             unit.partial = ""
         if unit.replicate > 1:
-            others = Members(unit.replicate, unit.shard)
+            lane, others = "replica", Members(unit.replicate, unit.shard)
             done = b.collective(
                 "all_reduce", name, "backward", unit.replicas_axis, shard_bytes, others,
                 (*then(), *b.behind_compute()),
@@ -159,11 +171,11 @@ class Reducer:
             if not self.costs.streams:
                 b.join(done)
         if self.plan.average and self.plan.world > 1:
-            done = b.copy("divide", name, "backward", "scatter", 2 * shard_bytes, then())
+            done = b.copy("divide", name, "backward", lane, 2 * shard_bytes, then())
         if not in_flat:
             times = 2 if entry.overwrites else 3
-            done = b.copy("add", name, "backward", "scatter", times * shard_bytes, then())
-        self.lane_end = done
+            done = b.copy("add", name, "backward", lane, times * shard_bytes, then())
+        self.ends[lane] = done
         entry.finish = False
 
     def _start(self, entry: Reduction) -> None:
@@ -180,11 +192,14 @@ class Reducer:
             b.join(entry.scatter)
             self._queue_rest(entry)
         b.hold("gradients", -entry.held)
-        b.hold("slots", -entry.slots)
+        b.hold("slots", -entry.slots - entry.rows)
 
     def finish(self) -> None:
         while self.ring:
             self._retire(self.ring.popleft())
         if self.costs.streams:
-            self.b.join(self.lane_end)
-            self.lane_end = -1
+            for end in self.ends.values():
+                self.b.join(end)
+        self.ends.clear()
+        self.b.hold("slots", -self.crossing)
+        self.crossing = 0

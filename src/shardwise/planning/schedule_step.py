@@ -11,7 +11,6 @@ from shardwise.description.collectives import Members
 from shardwise.description.workload import Workload
 from shardwise.planning.cost import Costs
 from shardwise.planning.memory import UnitBytes, size_of_unit
-from shardwise.planning.placement import lay_out
 from shardwise.planning.plan import Plan
 from shardwise.planning.schedule import Builder, Change, Op, Program, Work, rounded
 from shardwise.timeline import COMPUTE
@@ -30,9 +29,6 @@ class StepOptions:
     # engine hears of the model's, and gathers nothing ahead of it.
     loss_inside: bool = True
 
-    # Replicated parameters are gathered right after their update instead of in the next forward.
-    gather_after_update: bool = False
-
     def __post_init__(self) -> None:
         if self.update not in UPDATES:
             raise ValueError(f"StepOptions.update is {self.update!r}, expected one of {UPDATES}")
@@ -46,8 +42,6 @@ class UnitState:
     sizes: UnitBytes
     count: int  # parameters
     casts: bool  # compute in another dtype than the master's
-    even: bool  # every trained parameter divides among the ranks
-    own_slot: bool  # a single gradient of the reduce dtype is its own slot
     is_root: bool
     frees_early: bool
     trained: bool
@@ -98,9 +92,6 @@ class StepSchedule:
     def begin_step(self) -> None:
         """Units that are whole already when the step starts."""
 
-    def end_step(self) -> None:
-        """What follows the optimizer."""
-
     def build(self, sizes: Sequence[int]) -> Program:
         """The Program of a rank whose micro-batches have `sizes` sequences."""
         b = self.b
@@ -108,7 +99,7 @@ class StepSchedule:
         b.hold("parameters", sum(rounded(u.sizes.master) for u in self.units))
         if self.options.optimizer:
             tensors = self.workload.state_tensors
-            b.hold("state", tensors * sum(rounded(u.sizes.gradient) for u in self.units))
+            b.hold("state", tensors * sum(rounded(u.sizes.moment) for u in self.units))
         self.begin_step()
         for i, size in enumerate(sizes):
             self.forward(self.works[size])
@@ -117,7 +108,6 @@ class StepSchedule:
             self._clip()
         if self.options.optimizer:
             self._update()
-        self.end_step()
         return b.build()
 
     def run_backward(self, work: Work, place: int, peaks: bool = True) -> None:
@@ -178,7 +168,6 @@ def state_of(plan: Plan, number: int) -> UnitState:
     replicate, shard = plan.axes_of(spec)
     own, compute, reduce = plan.dtypes(spec.parameters[0].dtype)
     trained = [p for p in spec.parameters if p.trainable]
-    layout = lay_out([p.shape for p in trained], shard)
     sizes = size_of_unit(plan, spec)
     is_root = spec.modules == ("",)
     return UnitState(
@@ -186,13 +175,11 @@ def state_of(plan: Plan, number: int) -> UnitState:
         sizes=sizes,
         count=len(spec.parameters),
         casts=own != compute,
-        even=all(rows.even and rows.part for rows in layout.rows),
-        own_slot=len(trained) == 1 and compute == reduce,
         is_root=is_root,
         frees_early=not is_root
         and (len(spec.modules) == 1 or len(trained) == len(spec.parameters)),
         trained=bool(trained),
-        scattered_bytes=layout.shard_numel * reduce.itemsize,
+        scattered_bytes=sizes.slot // shard,
         same_reduce=reduce == own,
         shard=shard,
         replicate=replicate,

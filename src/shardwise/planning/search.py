@@ -2,9 +2,9 @@
 
 First every strategy and mesh is tried with every micro-batch size and with and without activation
 checkpointing, at default settings; memory follows from the schedule's order alone, so what does not
-fit is dropped before it is simulated. Then the settings of the best few are improved one at a time:
-bucket bytes, what stays gathered, how far to gather ahead, how many reduces may be under way, and
-when micro-batches are reduced.
+fit is dropped before it is simulated. Then the settings of each strategy's best are improved one at
+a time: bucket bytes, what stays gathered, how far to gather ahead, how many reduces may be under
+way, and when micro-batches are reduced.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from shardwise.planning.search_models import Source, as_source
 from shardwise.planning.simulate import simulate
 from shardwise.timeline import Breakdown, Timeline
 
-REFINED = 3  # how many of the first round's best are improved
-
 
 def search(
     model: nn.Module | ModelDescription | str,
@@ -50,7 +48,9 @@ def search(
 
     The workload's tokens per rank and step stay the same; its split into micro-batches is searched.
     `budget_gb` is the memory a rank may use, in 1e9 bytes; default: the device's. It also decides
-    which units stay gathered and how deep to prefetch.
+    which units stay gathered and how deep to prefetch. `compute_dtype` is by default what the
+    device is quickest in: bfloat16, on a CPU float32; a description has been made in one already.
+    `reduce_dtype` is by default float32.
     """
     world = cluster.ranks_per_node or 1 if world is None else world
     if world < 1:
@@ -58,12 +58,22 @@ def search(
     limit = cluster.device.memory_bytes if budget_gb is None else budget_gb * GB
     if not (limit > 0 and math.isfinite(limit)):
         raise ValueError(f"budget_gb is {budget_gb}, expected more than 0")
+    source = as_source(model, workload)
+    made_in = source.compute_dtype
+    if made_in is not None and compute_dtype not in (None, made_in):
+        raise ValueError(
+            f"compute_dtype is {compute_dtype!r}, but {source.name} was described in {made_in}: "
+            f"describe it with a Plan that computes in {compute_dtype}"
+        )
     run = _Search(
-        as_source(model, workload),
+        source,
         cluster,
         limit,
         options or StepOptions(),
-        {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype},
+        {
+            "compute_dtype": compute_dtype or made_in or cluster.device.compute_dtype,
+            "reduce_dtype": reduce_dtype or "float32",
+        },
     )
     plans = list(run.starting_plans(world, strategies))
     if not plans:
@@ -74,7 +84,7 @@ def search(
     for plan in plans:
         for split in _splits(workload, checkpoints):
             run.consider(plan, split)
-    for candidate in run.best(REFINED):
+    for candidate in run.ranking().best_of_each():
         run.refine(candidate)
     return run.ranking()
 
@@ -196,13 +206,6 @@ class _Search:
             tokens / (timeline.step_ms / 1e3),
             dict(peak.by_role),
         )
-
-    def best(self, count: int) -> list[Candidate]:
-        """The fastest, one for each strategy and mesh."""
-        seen: dict[tuple[str, tuple[int, int]], Candidate] = {}
-        for candidate in self._sorted():
-            seen.setdefault((candidate.plan.title, candidate.plan.mesh), candidate)
-        return list(seen.values())[:count]
 
     def refine(self, candidate: Candidate) -> None:
         """Improve one setting after the other, as long as each is worth it."""

@@ -23,6 +23,7 @@ class Source(Protocol):
     """Gives, for a Plan and a workload, the resolved Plan and the description of a micro-batch."""
 
     name: str
+    compute_dtype: str | None  # what it computes in, if that is settled
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]: ...
 
@@ -41,6 +42,8 @@ def as_source(model: nn.Module | ModelDescription | str, workload: Workload) -> 
 
 class TracedModel:
     """A module, traced once for each micro-batch size, checkpointing and dtype."""
+
+    compute_dtype: str | None = None
 
     def __init__(
         self, model: nn.Module, name: str, inputs: Callable[[Workload], Any] | None
@@ -76,12 +79,16 @@ class TracedModel:
 
 
 class FixedDescription:
-    """One description: other micro-batch sizes are in proportion, checkpointing is applied to it,
-    and units are cut from its own. Its dtype is what it was made in.
+    """One description: other micro-batch sizes are in proportion, and checkpointing is applied to
+    it. Units are cut from its model's outline, so that they are the model's; a description that
+    was made by hand has none, and gives its own. Its dtype is what it was made in.
     """
 
     def __init__(self, description: ModelDescription, workload: Workload) -> None:
         self.name, self._base, self._workload = description.name, description, workload
+        self.compute_dtype = description.compute_dtype
+        outline = description.outline
+        self._model = None if outline is None else outline.build()
         self._made: dict[tuple[int, str], ModelDescription] = {}
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
@@ -97,6 +104,8 @@ class FixedDescription:
             if workload.checkpoint != "none" and self._workload.checkpoint == "none":
                 made = checkpointed(made)
             self._made[key] = made
+        if self._model is not None:
+            return plan.resolve(self._model), self._made[key]
         units = cut_described(plan, self._base)
         return dataclasses.replace(plan, units=units), self._made[key]
 
@@ -130,7 +139,9 @@ def checkpointed(description: ModelDescription) -> ModelDescription:
 
 
 def cut_described(plan: Plan, description: ModelDescription) -> tuple[UnitSpec, ...]:
-    """The units of a Plan from the units of a description, by the rules of `planning/units.py`."""
+    """The units of a Plan from those of a description made by hand, which has no modules: the
+    blocks are its own units.
+    """
     ordered = sorted(
         description.units, key=lambda u: min((s.position for s in u.segments), default=0)
     )

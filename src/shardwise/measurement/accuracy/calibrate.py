@@ -50,17 +50,27 @@ class Calibration:
             kernel_s=self.kernel_s,
         )
         unit_s = self.whole_unit_s if whole else self.unit_s
-        host = dataclasses.replace(base.host, op_s=self.op_s, unit_s=unit_s, collective_s=0.0)
-        bandwidth = min(network.bandwidth, UNBOUND)
-        level = Level("emulated", None, bandwidth, (Protocol("emulated", network.latency, 0.0),))
+        host = dataclasses.replace(
+            base.host,
+            op_s=self.op_s,
+            unit_s=unit_s,
+            collective_s=0.0,
+            cast_s=self.whole_unit_s,
+        )
         return dataclasses.replace(
             base,
             name="emulated",
             device=device,
-            levels=(level,),
+            levels=(emulated_level(network),),
             host=host,
             communication_share_of_compute=0.0,
         )
+
+
+def emulated_level(network: Network) -> Level:
+    """The one link of an emulated cluster."""
+    bandwidth = min(network.bandwidth, UNBOUND)
+    return Level("emulated", None, bandwidth, (Protocol("emulated", network.latency, 0.0),))
 
 
 def calibrate_device(device: str, rounds: int = 15) -> Calibration:

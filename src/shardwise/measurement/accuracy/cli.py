@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PARTS = ("seeds", "gloo", "h200")
+_PARTS = ("seeds", "shipped", "gloo", "h200")
+_SIMULATED = ("seeds", "shipped")
 
 _HELP = """\
 parts:
   seeds   no hardware: figures that others measured (an HSDP step on 4 GPUs, optimizer sharding on
           8, a graph-level schedule on 128), predicted from cluster constants with their sources
+  shipped no hardware: the GPU's configurations that a file of --beside has measurements of, as
+          `shardwise plan` predicts them: from a packaged cluster file (--cluster) and nothing of
+          the run they are compared with
   gloo    two real CPU ranks: calibrates this machine, predicts a step of ddp, zero1, zero2 and
           zero3, then measures it
   h200    one GPU: times its copies and host alone, replays a model's kernels without the engine,
@@ -25,6 +29,7 @@ Rows are written as they come; run the same command again to go on after an inte
 
 examples:
   shardwise bench accuracy --simulated --json accuracy.json
+  shardwise bench accuracy --cases shipped --beside benchmarks/results/accuracy-h200.json
   shardwise bench accuracy --cases h200 --json accuracy.json
   shardwise bench accuracy --json accuracy.json --docs docs/accuracy.md
 """
@@ -53,7 +58,13 @@ def add_parser(kinds: Any) -> None:
         nargs="*",
         default=[],
         metavar="FILE",
-        help="results of other machines that the page shows too",
+        help="results of other machines: the page shows them too, and `shipped` predicts them",
+    )
+    parser.add_argument(
+        "--cluster",
+        default="h200x8-measured",
+        metavar="NAME",
+        help="of shipped; default: %(default)s",
     )
     parser.add_argument(
         "--quick", action="store_true", help="every path in seconds; its figures mean nothing"
@@ -78,7 +89,7 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
         if name not in _PARTS:
             raise UserError(f"unknown case {name!r}{nearest(name, _PARTS)}")
     if arguments.simulated:
-        names = ("seeds",)
+        names = _SIMULATED
     beside = [read_json(path, "--beside", needs="mode") for path in arguments.beside]
     for path in (arguments.json, arguments.docs):
         if path is not None and not path.parent.is_dir():
@@ -94,14 +105,27 @@ def bench_accuracy(arguments: argparse.Namespace) -> None:
     )
     environment = describe_environment(arguments.commit)
     results = accuracy.Results.open(arguments.json, environment, command)
-    accuracy.run(names, results, arguments.quick, arguments.device, arguments.busy)
+    accuracy.run(
+        names,
+        results,
+        arguments.quick,
+        arguments.device,
+        arguments.busy,
+        [row for each in beside for row in each["rows"]],
+        arguments.cluster,
+    )
     _print_table(results.rows)
-    for line in accuracy.summarize(results.rows):
+    for line in (*accuracy.summarize(results.rows), *results.delayed):
         print(line)
     if arguments.docs is not None:
         write_docs(
             arguments.docs,
-            {"environment": results.environment, "rows": results.rows, "sweep": results.sweep},
+            {
+                "environment": results.environment,
+                "rows": results.rows,
+                "sweep": results.sweep,
+                "delayed": results.delayed,
+            },
             *beside,
         )
 

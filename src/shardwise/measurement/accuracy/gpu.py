@@ -5,6 +5,7 @@ from copies and a host that were timed alone; then it is run.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import statistics
 import time
@@ -19,7 +20,7 @@ from shardwise.comms.emulated import Network, emulate
 from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription, Pass
 from shardwise.measurement import memory
-from shardwise.measurement.accuracy.calibrate import Calibration
+from shardwise.measurement.accuracy.calibrate import Calibration, emulated_level
 from shardwise.measurement.accuracy.cases import AccuracyCase, build_model
 from shardwise.measurement.accuracy.kernels import Sizes
 from shardwise.measurement.accuracy.replay import PAUSE_S, Beside, Replayed, replay
@@ -101,6 +102,18 @@ def predict(
         options=StepOptions(loss_inside=False),
         base_bytes=held,
     )
+    return Prediction(timeline.step_ms, timeline.peak().total, timeline)
+
+
+def predict_shipped(case: AccuracyCase, base: Cluster) -> Prediction:
+    """As `shardwise plan` predicts the case: device, copies and host are the cluster file's, and
+    nothing of the run that it is compared with. Only the link is that run's emulated one.
+    """
+    plan, described = describe_case(case, "cuda")
+    cluster = dataclasses.replace(base, levels=(emulated_level(case.network),))
+    costs = Costs(cluster, emulated=True)
+    options = StepOptions(loss_inside=False)
+    timeline = simulate(plan, described, cluster, case.workload, costs=costs, options=options)
     return Prediction(timeline.step_ms, timeline.peak().total, timeline)
 
 

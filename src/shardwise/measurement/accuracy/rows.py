@@ -20,12 +20,11 @@ from shardwise.description.cluster import Cluster
 from shardwise.measurement.accuracy import seeds as accuracy_seeds
 from shardwise.measurement.accuracy.calibrate import Calibration, calibrate_device
 from shardwise.measurement.accuracy.cases import CASES, WORLD, AccuracyCase
-from shardwise.measurement.accuracy.gpu import run_case
+from shardwise.measurement.accuracy.gpu import predict_shipped, run_case
 from shardwise.measurement.results import read_json
 
 Row = dict[str, Any]
-PARTS = ("seeds", "gloo", "h200")
-SIMULATED = ("seeds",)
+SHIPPED = "h200x8-measured"  # the packaged file of the GPU that was measured
 
 
 @dataclass
@@ -37,6 +36,7 @@ class Results:
     command: str
     rows: list[Row] = field(default_factory=list)
     sweep: list[Row] = field(default_factory=list)
+    delayed: list[str] = field(default_factory=list)  # seed 000's delayed step, by engine
     calibration: dict[str, Any] = field(default_factory=dict)
     # Of the run that is under way; the two above are those of the newest row.
     now: tuple[dict[str, Any], str] = field(default_factory=lambda: ({}, ""))
@@ -81,11 +81,15 @@ def run(
     quick: bool = False,
     device: str = "",
     busy: bool = False,
+    measured: Iterable[Row] = (),
+    cluster: str = SHIPPED,
 ) -> Results:
     """Run the parts asked for; one that this machine cannot run is named and left out."""
     for part in parts:
         if part == "seeds":
             run_seeds(results, sweep=not quick)
+        elif part == "shipped":
+            run_shipped(results, [*results.rows, *measured], cluster)
         elif part == "gloo":
             from shardwise.measurement.accuracy.gloo import run_gloo
 
@@ -105,10 +109,40 @@ def run_seeds(results: Results, sweep: bool = True) -> None:
         if not results.has(seed=seed):
             say(f"seed {seed}: simulating")
             results.add(list(make()))
+    if sweep:
+        results.delayed = accuracy_seeds.delayed_000()
     if sweep and not results.sweep:
         say("seed 000: accumulate 1 to 8, ratio 1 to 4")
         results.sweep = accuracy_seeds.sweep_000()
         results.write()
+
+
+def run_shipped(results: Results, measured: Iterable[Row], cluster: str) -> None:
+    """Predict, from a packaged cluster file alone, every case that has been measured."""
+    by_name = {case.name: case for case in CASES}
+    found = [row for row in measured if row.get("case") in by_name and "measured_ms" in row]
+    if not found:
+        say("shipped: skipped, no measured rows: give --beside accuracy-h200.json")
+        return
+    base = Cluster.load(cluster)
+    results.rows = [row for row in results.rows if row.get("cluster") != cluster]
+    for row in found:
+        predicted = predict_shipped(by_name[row["case"]], base)
+        parts = predicted.timeline.breakdown().parts()
+        results.rows.append(
+            {
+                "case": f"{cluster} {row['case']}",
+                "mode": row["mode"],
+                "set": "shipped",
+                "cluster": cluster,
+                "predicted_ms": predicted.step_ms,
+                "measured_ms": row["measured_ms"],
+                "predicted_bytes": predicted.peak_bytes,
+                "measured_bytes": row["measured_bytes"],
+                "breakdown_ms": {k: v / 1e6 for k, v in parts.items()},
+            }
+        )
+    results.write()
 
 
 def run_device(
@@ -176,12 +210,24 @@ def summarize(rows: Iterable[Row]) -> list[str]:
     rows = list(rows)
     lines = []
     groups = {
+        f"`shardwise plan --cluster {name}` on the GPU's configurations": [
+            r for r in rows if r.get("cluster") == name
+        ]
+        for name in dict.fromkeys(r["cluster"] for r in rows if r.get("set") == "shipped")
+    }
+    groups |= {
+        "held-out configurations, kernels replayed on the same GPU": [
+            r for r in rows if r.get("set") == "held-out"
+        ],
+        "build configurations, kernels replayed on the same GPU": [
+            r for r in rows if r.get("set") == "build"
+        ],
+        "two gloo ranks, kernels timed on the same machine": [
+            r for r in rows if r.get("set") == "gloo"
+        ],
         "seed 000 (three modes; its inputs repeat to 1 %: the claim is 1 to 2 %)": [
             r for r in rows if r.get("seed") == "000"
         ],
-        "held-out configurations on the GPU": [r for r in rows if r.get("set") == "held-out"],
-        "build configurations on the GPU": [r for r in rows if r.get("set") == "build"],
-        "two gloo ranks": [r for r in rows if r.get("set") == "gloo"],
     }
     for name, members in groups.items():
         for what, unit in (("ms", "step time"), ("bytes", "peak memory")):

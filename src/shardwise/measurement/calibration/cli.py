@@ -157,4 +157,6 @@ def summarize(cluster: Any, spreads: dict[str, float]) -> str:
         lines.append(f"  {level.name}: {rate:,.2f} GB/s, {len(level.points)} measured points")
     lines.append(f"  host, one operator        {show('host.op_s', host.op_s, 'us', 1e-6)}")
     lines.append(f"  host, one unit            {show('host.unit_s', host.unit_s, 'us', 1e-6)}")
+    cast = show("host.cast_s", host.seconds_to_cast, "us", 1e-6)
+    lines.append(f"  host, one cast            {cast}")
     return "\n".join(lines)

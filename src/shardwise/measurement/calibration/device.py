@@ -50,6 +50,7 @@ from shardwise.planning.plan import Plan
 from shardwise.runtime.api import shard
 
 HOST_WORLD = 8  # ranks of the fake group that the host's own work is measured with
+CAST_BYTES = 2**10  # of a bucket there: a block of the chain, as a unit is where things are sharded
 
 
 class CalibrationError(Exception):
@@ -60,6 +61,7 @@ class CalibrationError(Exception):
 class HostFindings:
     op: Sampled  # one operator, forward or backward
     unit: Sampled  # one gather, or one reduce, of a unit: the engine's own work
+    cast: Sampled  # one cast of a unit that is not sharded
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def _run_rank(rank: int, ranks: int, effort: Effort, folder: str, said: Any) -> 
 
 def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
     """Host seconds of an operator of the model, and of the engine's work for a unit: a chain of
-    tiny blocks, bare and sharded over a group in which nothing is sent.
+    tiny blocks, bare and sharded over a group in which nothing is sent; and, replicated there, cast
+    before each forward.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -156,35 +159,49 @@ def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
     bare = Chain().to(device)
     described = describe(bare, x, device=device)
     launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
-    bare_s = _time_steps(bare, x, effort)
+    bare_s = [step for _, step in _time_steps(bare, x, effort)]
+    low = x.bfloat16()
+    low_s = [forward for forward, _ in _time_steps(Chain().to(device).bfloat16(), low, effort)]
     tell("the host: the engine's units")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=HOST_WORLD)
     try:
         sharded = shard(Chain().to(device), Plan.of("zero3", mesh=HOST_WORLD))
-        sharded_s = _time_steps(sharded, x, effort)
+        sharded_s = [step for _, step in _time_steps(sharded, x, effort)]
+        whole = Plan.of("ddp", HOST_WORLD, compute_dtype="bfloat16", bucket_bytes=CAST_BYTES)
+        casts = len(whole.resolve(bare).require_units())
+        replicated = shard(Chain().to(device), whole)
+        cast_s = [forward for forward, _ in _time_steps(replicated, low, effort)]
     finally:
         dist.destroy_process_group()
     moves = 3 * len(bare.blocks)  # gathered for forward and for backward, reduced once
-    bare_step, sharded_step = effort.pick(bare_s), effort.pick(sharded_s)
-    unit = Sampled(
-        max(0.0, sharded_step.value - bare_step.value) / moves,
-        (sharded_step.spread + bare_step.spread) / moves,
+    return HostFindings(
+        effort.pick([s / launches for s in bare_s]),
+        _beyond(effort.pick(sharded_s), effort.pick(bare_s), moves),
+        _beyond(effort.pick(cast_s), effort.pick(low_s), casts),
     )
-    return HostFindings(effort.pick([s / launches for s in bare_s]), unit)
 
 
-def _time_steps(model: torch.nn.Module, x: torch.Tensor, effort: Effort) -> list[float]:
-    """Host seconds of forward and backward, until the calls return."""
+def _beyond(taken: Sampled, bare: Sampled, times: int) -> Sampled:
+    """What `taken` has above `bare`, for each of so many times."""
+    return Sampled(max(0.0, taken.value - bare.value) / times, (taken.spread + bare.spread) / times)
+
+
+def _time_steps(
+    model: torch.nn.Module, x: torch.Tensor, effort: Effort
+) -> list[tuple[float, float]]:
+    """Host seconds of a forward, and of it and its backward, until the calls return."""
     samples = []
     for i in range(effort.samples + 3):
         if x.is_cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        model(x).sum().backward()
+        loss = model(x).sum()
+        forward = time.perf_counter() - began
+        loss.backward()
         taken = time.perf_counter() - began
         model.zero_grad()
         if i >= 3:
-            samples.append(taken)
+            samples.append((forward, taken))
     return samples
 
 
@@ -233,6 +250,7 @@ def assemble(
         unit_s=book.sample("host.unit_s", host.unit),
         collective_s=book.sample("host.collective_s", issue),
         communicates=device == "cpu",
+        cast_s=book.sample("host.cast_s", host.cast),
     )
     share = found.share or Sampled(0.0, 0.0)
     if links is None:
