@@ -7,6 +7,7 @@ Some stay where they are used, because they are the thing itself: a module's `_p
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -75,6 +76,13 @@ def never_compiled(function: Call) -> Call:
     return cast(Call, call)
 
 
+def compiles_frames() -> bool:
+    """Whether every function that is called now would be compiled: inside torch.compile, where it
+    gave up on the caller.
+    """
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -111,12 +119,34 @@ def make_dtensor(
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, stride, local.dtype)
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    # A DTensor takes over where in its storage `local` starts; from anywhere but the start torch
-    # takes it for one with memory of its own, and copy.deepcopy fails.
-    start = local.as_strided(local.size(), local.stride(), 0)
-    tensor = DTensor(start, spec, requires_grad=False)
+    tensor = DTensor(local, spec, requires_grad=False)
     set_local(tensor, local)
+    _let_parts_be_copied()
     return tensor
+
+
+@functools.cache
+def _let_parts_be_copied() -> None:
+    """Let copy.deepcopy take a DTensor that stands on a part of a storage. torch takes one that
+    does not start there for a tensor with memory of its own, and fails; of others it copies the
+    whole storage.
+    """
+    if "__deepcopy__" not in DTensor.__dict__:
+        DTensor.__deepcopy__ = _copy_part  # type: ignore[method-assign]
+
+
+def _copy_part(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    local = tensor._local_tensor
+    whole = local.untyped_storage().nbytes() == local.nbytes
+    if id(tensor) in memo or whole or local.is_meta or not tensor.is_leaf:
+        return torch.Tensor.__deepcopy__(tensor, memo)
+    with torch.no_grad():
+        copied = DTensor(local.clone(), tensor._spec, requires_grad=tensor.requires_grad)
+    copied.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+    if tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = copied
+    return copied
 
 
 def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
