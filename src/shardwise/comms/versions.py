@@ -121,32 +121,42 @@ def make_dtensor(
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
     tensor = DTensor(local, spec, requires_grad=False)
     set_local(tensor, local)
-    _let_parts_be_copied()
+    _teach_dtensors()
     return tensor
 
 
 @functools.cache
-def _let_parts_be_copied() -> None:
-    """Let copy.deepcopy take a DTensor that stands on a part of a storage. torch takes one that
-    does not start there for a tensor with memory of its own, and fails; of others it copies the
-    whole storage.
+def _teach_dtensors() -> None:
+    """Let copy.deepcopy and torch.save take a DTensor that stands on a part of a storage. torch
+    takes one that does not start there for a tensor with memory of its own, and fails. (A DTensor
+    that claims to start there is no way out: torch.compile rejects it.)
     """
-    if "__deepcopy__" not in DTensor.__dict__:
-        DTensor.__deepcopy__ = _copy_part  # type: ignore[method-assign]
+    DTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+    DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
 
 
-def _copy_part(tensor: DTensor, memo: dict[int, Any]) -> Any:
+def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
     local = tensor._local_tensor
-    whole = local.untyped_storage().nbytes() == local.nbytes
-    if id(tensor) in memo or whole or local.is_meta or not tensor.is_leaf:
+    part = local.untyped_storage().nbytes() != local.nbytes
+    if id(tensor) in memo or not part or local.is_meta or not tensor.is_leaf:
         return torch.Tensor.__deepcopy__(tensor, memo)
-    with torch.no_grad():
-        copied = DTensor(local.clone(), tensor._spec, requires_grad=tensor.requires_grad)
+    copied = DTensor(local.detach().clone(), tensor._spec, requires_grad=tensor.requires_grad)
     copied.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
     if tensor.grad is not None:
         copied.grad = copy.deepcopy(tensor.grad, memo)
     memo[id(tensor)] = copied
     return copied
+
+
+def _reduce(tensor: DTensor, protocol: Any) -> Any:
+    if not tensor.storage_offset():
+        return torch.Tensor.__reduce_ex__(tensor, protocol)
+    local = tensor._local_tensor.detach()
+    start = local.as_strided(local.size(), local.stride(), 0)
+    same = DTensor(start, tensor._spec, requires_grad=tensor.requires_grad)
+    same.__dict__.update(tensor.__dict__)
+    set_local(same, local)
+    return torch.Tensor.__reduce_ex__(same, protocol)
 
 
 def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:

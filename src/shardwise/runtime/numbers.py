@@ -114,8 +114,8 @@ class Numbers:
                 i, start = self._places[stretch]
                 owners += [i] * len(stretch.members)
                 places += range(start, start + len(stretch.members))
-            device = self._visible.device
+            options: dict[str, Any] = {"dtype": torch.long, "device": self._visible.device}
             everything = places == list(range(len(self._visible)))
-            at = None if everything else torch.tensor(places, device=device)
-            self._index = torch.tensor(owners, device=device), at
+            at = None if everything else torch.tensor(places, **options)
+            self._index = torch.tensor(owners, **options), at
         return self._index
