@@ -131,8 +131,8 @@ def _teach_dtensors() -> None:
     takes one that does not start there for a tensor with memory of its own, and fails. (A DTensor
     that claims to start there is no way out: torch.compile rejects it.)
     """
-    DTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
-    DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
+    for name, method in (("__deepcopy__", _deepcopy), ("__reduce_ex__", _reduce)):
+        setattr(DTensor, name, method)
 
 
 def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:

@@ -12,8 +12,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.local_step import watch_optimizers
 from shardwise.runtime.policy import Policy
-from shardwise.sharding.attach import attach, find_device, owners_of
-from shardwise.sharding.forms import make_copyable
+from shardwise.sharding.attach import attach, find_device
 from shardwise.sharding.mesh import mesh_of
 from shardwise.sharding.unit import Unit
 
@@ -38,8 +37,6 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     engine.plan = plan
     _hang(model, plan, engine)
     bind(model, engine)
-    for module in owners_of(units):
-        module.register_state_dict_post_hook(make_copyable)
     return model
 
 

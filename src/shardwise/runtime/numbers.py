@@ -89,11 +89,11 @@ class Numbers:
     def show(self) -> None:
         """Copy the optimizer's numbers to the parameters' places, if a step changed them."""
         if self._own._version != self._versions[0]:
-            own, visible = self._both()
-            if visible is self._visible:
-                visible.copy_(own)
+            owners, places = self._arrange()
+            if places is None:
+                self._visible.copy_(self._own[owners])
             else:
-                self._visible.index_copy_(0, self._arrange()[1], own)
+                self._visible.index_copy_(0, places, self._own[owners])
             self._note()
 
     def _note(self) -> None:

@@ -236,9 +236,9 @@ class Group:
         """
         self._made.clear()
         for numbers in self._numbers:
-            for stretch in numbers.follow():
-                at = self.stretches.index(stretch)
-                self.stretches[at : at + 1] = stretch.split()
+            for apart in numbers.follow():
+                at = self.stretches.index(apart)
+                self.stretches[at : at + 1] = apart.split()
         flat: list[torch.Tensor] = []
         as_they_are = list(self._others)
         at = 0
