@@ -151,6 +151,14 @@ class Run:
         self.model[0].bias.grad = None
         self.optimizer.step()
 
+    def own_gradients(self) -> None:
+        self.backward()
+        self.model[0].bias.grad = self.model[0].bias.grad * 2
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
     def counts_edited(self) -> None:
         for parameter in self.parameters:
             if "step" in self.optimizer.state[parameter]:
@@ -184,6 +192,26 @@ class Run:
             self.optimizer.__init__(self.parameters, lr=0.01, foreach=True)  # type: ignore[misc]
         self.step()
 
+    def copied(self) -> None:
+        """A copy of the optimizer has parameters and state of its own."""
+        self.backward()
+        twin = copy.deepcopy(self.optimizer)
+        same_state(twin.state_dict(), self.optimizer.state_dict())
+        twin.step()
+
+    def scaled(self) -> None:
+        """torch.amp's scaler, which hands a fused optimizer what it needs through attributes; its
+        second gradients are not finite.
+        """
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for factor in (1.0, torch.inf):
+            self.backward()
+            for parameter in self.parameters:
+                parameter.grad.mul_(factor)  # type: ignore[union-attr]
+            scaler.step(self.optimizer)
+            scaler.update()
+
     def checkpointed(self) -> None:
         options = StateDictOptions(full_state_dict=True)
         state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
@@ -206,7 +234,8 @@ class Run:
 
 SEQUENCES = [
     "plain kept plain hooked plain closure none hook_that_raises plain step_that_raises plain "
-    "profiled counts_edited hooked_globally plain loaded plain kept plain cleared plain plain",
+    "profiled counts_edited hooked_globally plain loaded own_gradients plain kept plain cleared "
+    "copied plain scaled plain",
     "closure none kept hooked loaded hooked closure one_count_edited plain missing_gradient plain "
     "hooked plain checkpointed plain grouped plain hooked plain",
     "hooked plain missing_gradient kept plain plain closure loaded none step_that_raises plain",
@@ -248,6 +277,8 @@ def _switches(kind: str, engine: str) -> None:
                 getattr(each, event)()
             _same(run, oracle, where)
             expected = {"hooked": 0, "hooked_globally": 0, "kept": 0, "none": 2, "closure": 1}
+            if event == "own_gradients":
+                assert flat[-1] == flat[before - 1], where
             if event in expected and at:  # the engine is formed in the first step, by a closure
                 assert len(flat) - before == expected[event], where
         assert flat

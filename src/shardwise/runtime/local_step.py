@@ -112,10 +112,9 @@ class _Groups(list[dict[str, Any]]):
         optimizer = self._optimizer
         groups = self._known.follow(optimizer)
         for group, ours in zip(optimizer.param_groups, groups, strict=True):
-            flat, as_they_are = ours.prepare(optimizer.state, self._states)
             try:
                 # Not in one: torch's multi-tensor calls take no DTensors among others.
-                for parameters in (flat, as_they_are):
+                for parameters in ours.prepare(optimizer.state, self._states):
                     if parameters:
                         yield {**group, "params": parameters}
             finally:

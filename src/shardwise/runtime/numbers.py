@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -35,10 +36,11 @@ class Numbers:
     def __init__(self, like: torch.Tensor, stretches: Sequence[Neighbours]) -> None:
         counts = [len(stretch.members) for stretch in stretches]
         starts = list(accumulate(counts, initial=0))
-        self._places = {s: (i, starts[i]) for i, s in enumerate(stretches)}
+        # Weakly: they hold the numbers, which must go with them and not wait for a collection.
+        self._places = WeakKeyDictionary({s: (i, starts[i]) for i, s in enumerate(stretches)})
+        self._live: WeakSet[Neighbours] = WeakSet()
         self._visible = like.new_zeros(sum(counts))
         self._own = like.new_zeros(len(counts))  # the optimizer's, by stretch
-        self._live: list[Neighbours] = []
         self._index: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._versions = -1, -1  # of both tensors, when they said the same
 
@@ -50,14 +52,14 @@ class Numbers:
         visible = [self._visible[start + j] for j in range(len(stretch.members))]
         for place in visible:
             place.copy_(value)
-        self._live.append(stretch)
+        self._live.add(stretch)
         self._index = None
-        self._note()
+        self.doubt()
         return own, visible
 
     def remove(self, stretch: Neighbours) -> None:
         """From now on the program, or torch, has the parameters' numbers for itself."""
-        self._live.remove(stretch)
+        self._live.discard(stretch)
         self._index = None
 
     def follow(self) -> list[Neighbours]:
@@ -84,6 +86,7 @@ class Numbers:
         return self._visible.device.type == "cpu" and not torch.equal(*self._both())
 
     def doubt(self) -> None:
+        """Take nothing for seen."""
         self._versions = -1, -1
 
     def show(self) -> None:
@@ -91,9 +94,9 @@ class Numbers:
         if self._own._version != self._versions[0]:
             owners, places = self._arrange()
             if places is None:
-                self._visible.copy_(self._own[owners])
+                self._visible.copy_(self._own.index_select(0, owners))
             else:
-                self._visible.index_copy_(0, places, self._own[owners])
+                self._visible.index_copy_(0, places, self._own.index_select(0, owners))
             self._note()
 
     def _note(self) -> None:
@@ -103,14 +106,14 @@ class Numbers:
         """The optimizer's number for every parameter that is stepped here, and what it sees."""
         owners, places = self._arrange()
         visible = self._visible if places is None else self._visible[places]
-        return self._own[owners], visible
+        return self._own.index_select(0, owners), visible
 
     def _arrange(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """For every parameter that is stepped here its stretch, and its place if not all are."""
         if self._index is None:
             owners: list[int] = []
             places: list[int] = []
-            for stretch in self._live:
+            for stretch in sorted(self._live, key=self._places.__getitem__):
                 i, start = self._places[stretch]
                 owners += [i] * len(stretch.members)
                 places += range(start, start + len(stretch.members))

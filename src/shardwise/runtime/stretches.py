@@ -9,7 +9,7 @@ program sees none of it: parameters, gradients and state stay what they are, ove
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ class Neighbours(Stretch):
         self._place = slice(start, start + size)
         self._offsets = [offset - start for offset in layout.offsets[these]]
         self.numbers: dict[str, Numbers] = {}
-        self.make_numbers: Callable[[str, torch.Tensor], Numbers]  # the group's
+        self.group: Group  # a weak reference
         super().__init__(gradients.visible[these], master[at : at + size])
 
     def _forget(self) -> None:
@@ -158,19 +158,28 @@ class Neighbours(Stretch):
         self.numbers = {}
 
     def with_gradient(self) -> torch.Tensor | None:
-        summed, missing = self._gradients.summed, 0
+        summed, missing, own = self._gradients.summed, 0, bool(self._gradients.summed)
         for i, member in enumerate(self.members, self._first):
             gradient = member.grad
             if gradient is None:
                 missing += 1
-            elif not summed or gradient is not summed[i]:
-                return None
-        if 0 < missing < len(self.members):
-            return None
+            elif own and gradient is not summed[i]:
+                own = False
         tensor = self.tensor.detach()
-        if not missing:
-            tensor.grad = self._gradients.flat[self._place]
-        return tensor
+        if missing:
+            return tensor if missing == len(self.members) else None
+        tensor.grad = self._gradients.flat[self._place] if own else self._gathered()
+        return tensor if tensor.grad is not None else None
+
+    def _gathered(self) -> torch.Tensor | None:
+        """A copy of gradients that the program made."""
+        gradients: list[Any] = [member.grad for member in self.members]
+        for gradient, member in zip(gradients, self.members, strict=True):
+            if gradient.dtype != member.dtype or not _is_laid_out_as(gradient, member):
+                return None
+        flat = torch.zeros_like(self.tensor)
+        torch._foreach_copy_(self._cut(flat), list(map(local_of, gradients)))
+        return flat
 
     def _join(self, states: list[State]) -> bool:
         joined: State = {}
@@ -197,7 +206,7 @@ class Neighbours(Stretch):
         if not isinstance(value, torch.Tensor):
             return value, [value] * len(self.members)
         if is_number(key, value):
-            self.numbers[key] = self.make_numbers(key, value)
+            self.numbers[key] = self.group.make_numbers(key, value)
             return self.numbers[key].add(self, value)
         return value, _wrap(self.members, self._cut(value))
 
@@ -225,7 +234,7 @@ class Group:
         self._made: dict[Any, Numbers] = {}  # in this step
         for stretch in self.stretches:
             if isinstance(stretch, Neighbours):
-                stretch.make_numbers = self._make_numbers
+                stretch.group = weakref.proxy(self)
 
     def prepare(self, public: States, states: States) -> tuple[list[torch.Tensor], list[Any]]:
         """The flat tensors to step, with their gradients, and parameters to step as they are. Where
@@ -270,7 +279,8 @@ class Group:
         for numbers in self._numbers:
             numbers.doubt()
 
-    def _make_numbers(self, key: str, like: torch.Tensor) -> Numbers:
+    def make_numbers(self, key: str, like: torch.Tensor) -> Numbers:
+        """For one of the stretches whose state begins in this step."""
         kind = key, like.dtype, like.device
         if kind not in self._made:
             stretches = [s for s in self.stretches if isinstance(s, Neighbours)]
@@ -339,11 +349,13 @@ def _unchanged(state: State | None, seen: State) -> bool:
 
 def _fits(key: str, value: Any, member: torch.Tensor) -> bool:
     """Whether a value of a parameter's state is a number, or laid out as the parameter is."""
-    if is_number(key, value):
-        return True
-    if isinstance(value, DTensor) and value.placements != member.placements:  # type: ignore[attr-defined]
-        return False
-    return local_of(value).shape == local_of(member).shape
+    return is_number(key, value) or _is_laid_out_as(value, member)
+
+
+def _is_laid_out_as(tensor: torch.Tensor, member: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor) and isinstance(member, DTensor):
+        return tensor.placements == member.placements and tensor.shape == member.shape
+    return type(tensor) is not DTensor and tensor.shape == local_of(member).shape
 
 
 def _wrap(members: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
