@@ -33,7 +33,8 @@ class Stretch:
     """Parameters that step together: `tensor` is the memory of all of them."""
 
     def __init__(self, members: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self.members, self.tensor = list(members), tensor
+        # An alias, so that the gradient it carries is not seen on what `to_local` gives.
+        self.members, self.tensor = list(members), tensor.detach()
         self.sources = [local_of(member) for member in members]
         pairs = zip(self.members, self.sources, strict=True)
         self._standing = [(m, source) for m, source in pairs if isinstance(m, DTensor)]
@@ -53,8 +54,8 @@ class Stretch:
         return True
 
     def with_gradient(self) -> torch.Tensor | None:
-        """The memory with this step's gradient, as a new tensor: who steps it holds both, nobody
-        else does. None if the parameters' gradients do not make one.
+        """`tensor` with this step's gradient, until the step is done; None if the parameters'
+        gradients do not make one.
         """
         raise NotImplementedError
 
@@ -109,7 +110,7 @@ class Alone(Stretch):
 
     def with_gradient(self) -> torch.Tensor | None:
         parameter = self.members[0]
-        tensor, gradient = self.tensor.detach(), parameter.grad
+        tensor, gradient = self.tensor, parameter.grad
         if gradient is not None:
             spec = getattr(gradient, "_spec", None)
             if spec is None or spec is not self._spec:
@@ -165,7 +166,7 @@ class Neighbours(Stretch):
                 missing += 1
             elif own and gradient is not summed[i]:
                 own = False
-        tensor = self.tensor.detach()
+        tensor = self.tensor
         if missing:
             return tensor if missing == len(self.members) else None
         tensor.grad = self._gradients.flat[self._place] if own else self._gathered()
@@ -267,7 +268,9 @@ class Group:
         return flat, as_they_are
 
     def finish(self) -> None:
-        """Let the program see the numbers that the step made."""
+        """Let go of the gradients, and let the program see the numbers that the step made."""
+        for stretch in self.stretches:
+            stretch.tensor.grad = None
         neighbours = [s for s in self.stretches if isinstance(s, Neighbours)]
         found = {id(n): n for stretch in neighbours for n in stretch.numbers.values()}
         self._numbers = list(found.values())
