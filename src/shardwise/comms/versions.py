@@ -7,6 +7,7 @@ Some stay where they are used, because they are the thing itself: a module's `_p
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import warnings
@@ -93,6 +94,13 @@ def never_compiled(function: Call) -> Call:
     return cast(Call, call)
 
 
+def compiles_frames() -> bool:
+    """Whether every function that is called now would be compiled: inside torch.compile, where it
+    gave up on the caller.
+    """
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -137,18 +145,53 @@ class DTensorMaker:
         placements: tuple[Placement, ...],
         shape: torch.Size,
     ) -> None:
-        """`local` is one of the local tensors; only what describes it is read."""
+        """`local` is one of the local tensors; of it only what describes it is read, again and
+        again, so that its memory may go.
+        """
         stride = torch.empty(shape, device="meta").stride()
         meta = TensorMeta(shape, stride, local.dtype)
         self._spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-        # A DTensor takes over where in its storage a local tensor starts; from anywhere but the
-        # start torch takes it for one with memory of its own, and copy.deepcopy fails.
-        self._start = local.as_strided(local.size(), local.stride(), 0)
+        self._like = local
+        _teach_dtensors()
 
     def __call__(self, local: torch.Tensor) -> DTensor:
-        made = DTensor(self._start, self._spec, requires_grad=False)
+        made = DTensor(self._like, self._spec, requires_grad=False)
         made._local_tensor = local
         return made
+
+
+@functools.cache
+def _teach_dtensors() -> None:
+    """Let copy.deepcopy and torch.save take a DTensor that stands on a part of a storage. torch
+    takes one that does not start there for a tensor with memory of its own, and fails. (A DTensor
+    that claims to start there is no way out: torch.compile rejects it.)
+    """
+    for name, method in (("__deepcopy__", _deepcopy), ("__reduce_ex__", _reduce)):
+        setattr(DTensor, name, method)
+
+
+def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    local = tensor._local_tensor
+    part = local.untyped_storage().nbytes() != local.nbytes
+    if id(tensor) in memo or not part or local.is_meta or not tensor.is_leaf:
+        return torch.Tensor.__deepcopy__(tensor, memo)
+    copied = DTensor(local.detach().clone(), tensor._spec, requires_grad=tensor.requires_grad)
+    copied.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+    if tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = copied
+    return copied
+
+
+def _reduce(tensor: DTensor, protocol: Any) -> Any:
+    if not tensor.storage_offset():
+        return torch.Tensor.__reduce_ex__(tensor, protocol)
+    local = tensor._local_tensor.detach()
+    start = local.as_strided(local.size(), local.stride(), 0)
+    same = DTensor(start, tensor._spec, requires_grad=tensor.requires_grad)
+    same.__dict__.update(tensor.__dict__)
+    set_local(same, local)
+    return torch.Tensor.__reduce_ex__(same, protocol)
 
 
 def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:

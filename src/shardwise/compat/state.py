@@ -18,7 +18,6 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.policy import Policy
 from shardwise.sharding.attach import owners_of
-from shardwise.sharding.forms import make_copyable
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.unit import Unit
 
@@ -104,7 +103,6 @@ class State:
         self._handles = []
         for module in owners_of(self.units):
             self._handles.append(module.register_state_dict_pre_hook(self._before_saving))
-            self._handles.append(module.register_state_dict_post_hook(make_copyable))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_loading))
 
     def _before_saving(self, module: nn.Module, *_: Any) -> None:

@@ -13,9 +13,8 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.local_step import watch_optimizers
 from shardwise.runtime.policy import Policy
-from shardwise.sharding.attach import attach, find_device, owners_of
+from shardwise.sharding.attach import attach, find_device
 from shardwise.sharding.copying import copy_module, repeat_unit
-from shardwise.sharding.forms import make_copyable
 from shardwise.sharding.mesh import Mesh, mesh_of
 from shardwise.sharding.unit import Unit
 
@@ -37,8 +36,6 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     mesh = mesh_of(plan, device)
     units = attach(model, plan, mesh)
     _start(model, plan, units, mesh)
-    for module in owners_of(units):
-        module.register_state_dict_post_hook(make_copyable)
     return model
 
 

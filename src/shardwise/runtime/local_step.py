@@ -3,22 +3,23 @@
 The program keeps its optimizer: the parameters, gradients and state that it sees stay what they
 are. Optimizers that treat every element alike run on `stretches` over the same memory: no DTensor
 dispatch, little work per parameter, and torch chooses its multi-tensor kernels, which it does not
-for DTensors. Whatever does not fit (a closure, step hooks of the user, another optimizer) takes
-torch's own way, on the same state.
+for DTensors. A hook before the step hands torch's `step` a shadow of the optimizer, over the flat
+tensors; the optimizer itself is not touched. Whatever does not fit (step hooks of the user, another
+optimizer, a compiled step) takes torch's own way, on the same state.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from shardwise.comms import versions
 from shardwise.runtime import guard
-from shardwise.runtime.stretches import Neighbours, Part, State, States, Stretch, find_parts
+from shardwise.runtime.stretches import Group, State
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -31,17 +32,14 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 class LocalStep:
-    """What is known of one optimizer: the engines of its parameters, and the parts they step as."""
+    """What is known of one optimizer: the engines of its parameters, and what they step as."""
 
     def __init__(self) -> None:
         self._engines: list[weakref.ref[Engine]] = []
         self._found_from = (0, 0)  # how many parameter groups and marks there were then
-        self._layouts: list[int] = []  # of the engines, when the parts were made
+        self._layouts: list[int] = []  # of the engines, when the groups were made
         self._visible: list[list[torch.Tensor]] = []  # by param group, as the optimizer has them
-        self._parts: list[list[Part]] = []  # by param group, for the step
-        self._stretches: list[Stretch] = []  # those of them that are
-        self._state: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        self._hidden: list[list[torch.Tensor]] | None = None
+        self.groups: list[Group] = []
 
     def find_engines(self, optimizer: torch.optim.Optimizer) -> list[Engine]:
         """The engines of the optimizer's parameters; looked for again where there are more
@@ -57,77 +55,70 @@ class LocalStep:
             self._found_from = found_from
         return [engine for reference in self._engines if (engine := reference()) is not None]
 
-    def take(self, optimizer: torch.optim.Optimizer, engines: list[Engine]) -> None:
-        """Do the optimizer's step and leave nothing for its own until `restore`, if the parameters
-        make stretches.
+    def follow(self, optimizer: torch.optim.Optimizer) -> list[Group]:
+        """The groups as they step; looked at again where the parameters, or the memory under them,
+        are others now.
         """
-        self._follow(optimizer, [engine.relayouts for engine in engines])
-        if not self._stretches:
-            return
-        groups, public = optimizer.param_groups, optimizer.state
-        lists = [group["params"] for group in groups]
-        try:
-            if not self._prepare(public):
-                return
-            optimizer.state = self._state
-            for group, parts in zip(groups, self._parts, strict=True):
-                group["params"] = [part.tensor for part in parts]
-            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-        finally:
-            optimizer.state = public
-            for group, parameters in zip(groups, lists, strict=True):
-                group["params"] = parameters
-            for stretch in self._stretches:
-                stretch.tensor.grad = None
-        for group, parts in zip(groups, self._parts, strict=True):
-            for part in parts:
-                part.show_state(self._state, public)
-            group["params"] = []
-        self._hidden = lists
-
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer its parameters back after a step that had nothing to do."""
-        if self._hidden is not None:
-            for group, parameters in zip(optimizer.param_groups, self._hidden, strict=False):
-                group["params"] = parameters
-            self._hidden = None
-
-    def _follow(self, optimizer: torch.optim.Optimizer, layouts: list[int]) -> None:
-        """Look at the parameters again where they, or the memory under them, are others now."""
+        layouts = [engine.relayouts for engine in self.find_engines(optimizer)]
         visible = [group["params"] for group in optimizer.param_groups]
         if (
-            len(visible) == len(self._visible)
-            and layouts == self._layouts
-            and all(map(_same, visible, self._visible))
-            and all(stretch.unmoved for stretch in self._stretches)
+            len(visible) != len(self._visible)
+            or layouts != self._layouts
+            or not all(map(_same, visible, self._visible))
+            or not all(s.unmoved for group in self.groups for s in group.stretches)
         ):
-            return
-        self._visible = [list(parameters) for parameters in visible]
-        self._layouts = layouts
-        self._state.clear()
-        self._parts = [find_parts(parameters) for parameters in visible]
-        self._list_stretches()
+            self._visible = [list(parameters) for parameters in visible]
+            self._layouts = layouts
+            self.groups = [Group(parameters) for parameters in visible]
+        return self.groups
 
-    def _list_stretches(self) -> None:
-        parts = [part for group in self._parts for part in group]
-        self._stretches = [part for part in parts if isinstance(part, Stretch)]
+    def doubt(self) -> None:
+        """Torch does a step its own way, on the parameters' own state."""
+        for group in self.groups:
+            group.doubt()
 
-    def _prepare(self, public: States) -> bool:
-        """Gradients and state for the step. Neighbours that no longer go together, because some
-        have no gradient or another state, part for good. False if torch has to do the step.
-        """
-        for parts in self._parts:
-            at = 0
-            while at < len(parts):
-                part = parts[at]
-                if part.hang_gradient() and part.take_state(public, self._state):
-                    at += 1
-                elif isinstance(part, Neighbours):
-                    parts[at : at + 1] = part.split(public, self._state)
-                    self._list_stretches()
-                else:
-                    return False
-        return True
+
+def _shadow(optimizer: torch.optim.Optimizer, known: LocalStep) -> torch.optim.Optimizer:
+    """The same optimizer over flat tensors, for one step. The other one stays as it is."""
+    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    states = _States(optimizer)
+    shadow.state = cast(Any, states)
+    shadow.param_groups = _Groups(optimizer, known, states)
+    return shadow
+
+
+class _States(dict[torch.Tensor, State]):
+    """The state of flat tensors, and of parameters that step as they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def __missing__(self, parameter: torch.Tensor) -> State:
+        return cast(State, self._optimizer.state[parameter])
+
+
+class _Groups(list[dict[str, Any]]):
+    """An optimizer's groups, over flat tensors as soon as its step comes to them: a closure has
+    made the gradients then.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, known: LocalStep, states: _States) -> None:
+        super().__init__(optimizer.param_groups)
+        self._optimizer, self._known, self._states = optimizer, known, states
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        optimizer = self._optimizer
+        groups = self._known.follow(optimizer)
+        for group, ours in zip(optimizer.param_groups, groups, strict=True):
+            try:
+                # Not in one: torch's multi-tensor calls take no DTensors among others.
+                for parameters in ours.prepare(optimizer.state, self._states):
+                    if parameters:
+                        yield {**group, "params": parameters}
+            finally:
+                ours.finish()  # also where the step ends in an error
 
 
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep] = weakref.WeakKeyDictionary()
@@ -142,18 +133,22 @@ def watch_optimizers() -> None:
     if not _installed:
         _installed = True
         torch_optimizer.register_optimizer_step_pre_hook(_Watcher(_before_step))
-        after = torch_optimizer.register_optimizer_step_post_hook(_Watcher(_after_step))
-        _first(torch_optimizer._global_optimizer_post_hooks, after)
 
 
 class _Watcher:
     """A hook of ours on every optimizer's step; those of others keep a step as torch does it."""
 
-    def __init__(self, hook: Callable[..., None]) -> None:
+    def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
-    def __call__(self, *args: Any) -> None:
-        self.hook(*args)
+    def __call__(self, *args: Any) -> Any:
+        # A compiled step is the one on the parameters themselves, without a break for a hook.
+        if torch.compiler.is_compiling():
+            return None
+        if versions.compiles_frames():
+            torch._dynamo.disable(self.hook)(*args)
+            return None
+        return self.hook(*args)
 
 
 def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
@@ -170,22 +165,20 @@ def _first(hooks: Any, handle: Any) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Errors that a step would hide; then torch's `step` gets a shadow of the optimizer."""
     known = _steps.get(optimizer)
     if known is None:
         known = _steps[optimizer] = LocalStep()
-    known.restore(optimizer)  # its last step ended in an error
     engines = known.find_engines(optimizer)
     for engine in engines:
         engine.check_interrupted()
-    if engines and _takes(optimizer, args, kwargs):
-        known.take(optimizer, engines)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    known = _steps.get(optimizer)
-    if known is not None:
-        known.restore(optimizer)
+    if engines and _takes(optimizer):
+        return (_shadow(optimizer, known), *args[1:]), kwargs
+    known.doubt()
+    return None
 
 
 def _check_unmoved(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -199,19 +192,16 @@ def _check_unmoved(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) ->
         )
 
 
-def _takes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-    """Whether nothing could tell: hooks would meet an optimizer without parameters, a closure comes
-    after them, and only elementwise arithmetic is the same on rows.
+def _takes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody can tell: hooks would be shown a shadow among the arguments of `step`, and
+    only elementwise arithmetic is the same on rows.
     """
     return (
         type(optimizer) in ELEMENTWISE
-        and len(args) == 1
-        and not any(value is not None for value in kwargs.values())
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
         and _only_ours(torch_optimizer._global_optimizer_pre_hooks)
         and _only_ours(torch_optimizer._global_optimizer_post_hooks)
-        and not torch.compiler.is_compiling()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
     )
 

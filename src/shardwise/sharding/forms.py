@@ -9,10 +9,8 @@ on both meshes, the module sees what it had.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -48,16 +46,6 @@ class Form:
     def maker(self, local: torch.Tensor) -> versions.DTensorMaker:
         """What wraps local tensors like `local`, again and again."""
         return versions.DTensorMaker(local, self.mesh, self.placements, self.shape)
-
-
-def make_copyable(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook after `state_dict`: its DTensors, which it detached, can be copied again (see
-    `versions.DTensorMaker`).
-    """
-    for key, parameter in module._parameters.items():
-        found = state_dict.get(prefix + key)
-        if isinstance(found, DTensor) and found is not parameter and found.storage_offset():
-            state_dict[prefix + key] = Form.of(found).wrap(versions.local_of(found))
 
 
 @dataclass(frozen=True)
