@@ -5,6 +5,7 @@ lets users choose.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,7 +81,9 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
     unit.options.custom_gather = comm
 
 
-_scatter_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# By the shard group that each stands beside, and gone with it.
+_scatter_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+_scatter_groups = weakref.WeakKeyDictionary()
 
 
 def separate_scatter_groups(meshes: list[Mesh], enable: bool) -> None:
@@ -90,8 +93,8 @@ def separate_scatter_groups(meshes: list[Mesh], enable: bool) -> None:
         if not enable or shard.group is None:
             mesh.scatter = shard
             continue
-        ranks = tuple(dist.get_process_group_ranks(shard.group))
-        if ranks not in _scatter_groups:
-            _scatter_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        group = _scatter_groups[ranks]
+        if shard.group not in _scatter_groups:
+            ranks = dist.get_process_group_ranks(shard.group)
+            _scatter_groups[shard.group] = dist.new_group(ranks, use_local_synchronization=True)
+        group = _scatter_groups[shard.group]
         mesh.scatter = Group("shard", group, shard.size, shard.rank, shard.control)
