@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -92,11 +91,19 @@ def inside_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Tensors are plain inside, not wrapped for the transforms under way."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+def outside_transforms(function: Call) -> Call:
+    """`function`, for which tensors are plain, not wrapped for the transforms under way."""
 
-    return temporarily_clear_interpreter_stack()
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not inside_transform():
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return cast(Call, call)
 
 
 def insert_module_state(module: nn.Module, state: FSDPState) -> None:
@@ -110,7 +117,7 @@ def remove_module_state(module: nn.Module) -> None:
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(outside_transforms(callback))
 
 
 def inside_backward() -> bool:

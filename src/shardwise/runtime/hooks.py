@@ -80,12 +80,7 @@ class Node:
     @versions.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before forward: bring the units together; cast and watch the inputs."""
-        if versions.inside_transform():
-            with versions.outside_transforms():
-                begins = self._bring_units()
-        else:
-            begins = self._bring_units()
-        if begins and self.input_device is not None:
+        if self._bring_units() and self.input_device is not None:
             args, kwargs = values.move((args, kwargs), self.input_device)
         if self.input_dtype is not None:
             args, kwargs = values.cast((args, kwargs), self.input_dtype)
@@ -95,6 +90,7 @@ class Node:
             marks.on.enter(self._unit_name, "backward" if versions.inside_backward() else "forward")
         return args, kwargs
 
+    @versions.outside_transforms
     def _bring_units(self) -> bool:
         """Gather and show what the module runs with; true where a pass begins with it."""
         engine = self.engine
@@ -141,6 +137,7 @@ class Node:
         for unit in units:
             unit.untracked += 1
 
+    @versions.outside_transforms
     def _input_done(self, unit: Unit) -> None:
         unit.open_inputs -= 1
         if unit.open_inputs <= 0:
@@ -170,16 +167,13 @@ class Node:
                 watch = Watch(self._before_backward)
             tensor.register_hook(watch)
             tensor._shardwise_watch = watch  # type: ignore[attr-defined]
-        if versions.inside_transform():
-            if torch.is_grad_enabled():
-                output = values.transform(output, self._announce)
-                watched = [t for t in values.tensors(output) if t.is_floating_point()]
-            with versions.outside_transforms():
-                self._let_units_go(output, bool(watched))
-        else:
-            self._let_units_go(output, bool(watched))
+        if versions.inside_transform() and torch.is_grad_enabled():
+            output = values.transform(output, self._announce)
+            watched = [t for t in values.tensors(output) if t.is_floating_point()]
+        self._let_units_go(output, bool(watched))
         return output
 
+    @versions.outside_transforms
     def _let_units_go(self, output: Any, awaits_backward: bool) -> None:
         engine = self.engine
         assert engine is not None
@@ -229,14 +223,8 @@ class Node:
     def _before_node(self, gradients: Any) -> None:
         self._before_backward()
 
+    @versions.outside_transforms
     def _before_backward(self) -> None:
-        if versions.inside_transform():
-            with versions.outside_transforms():
-                self._bring_back()
-        else:
-            self._bring_back()
-
-    def _bring_back(self) -> None:
         engine = self.engine
         assert engine is not None
         engine.open_backward()
