@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from tests.parity.dropin.catalog import Api, case
+from tests.parity.dropin.catalog import ENGINES, Api, case
 from tests.parity.dropin.common import (
     WIDTH,
     assert_close,
@@ -118,7 +118,7 @@ def state_of_a_module(api: Api) -> None:
     assert {m: "fully_shard" in (_get_registry(m) or {}) for m in model.modules()} == {
         m: isinstance(m, api.FSDPModule) for m in model.modules()
     }
-    assert _get_module_fsdp_state(model) is root
+    assert _fsdp_state._get_module_fsdp_state(model) is root
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     api.fully_shard(list(parts), mesh=line())
     with raises(RuntimeError, "requires a single root module but got"):
@@ -139,7 +139,7 @@ def a_newer_pipeline_stage(api: Api) -> None:
     square_loss(model, batch(9, 0)).backward()  # the stage is tried out
     for module in model.modules():
         if isinstance(module, api.FSDPModule):
-            if module._get_fsdp_state()._is_root:
+            if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
                 module.reset_iter_state()
             module.reshard()
             for parameter in module.parameters():
@@ -157,7 +157,7 @@ def a_newer_pipeline_stage(api: Api) -> None:
     model.set_requires_gradient_sync(True)
     state = api.fully_shard.state(model)
     for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
+        for group in getattr(each, "_fsdp_param_groups", [each._fsdp_param_group]):
             group.post_backward()
     state._root_post_backward_final_callback()
     for module in model.modules():
@@ -169,7 +169,11 @@ def a_newer_pipeline_stage(api: Api) -> None:
 # Transforms of torch.func.
 
 
-@case(2, warm=(False, True), reshard=(True, False))
+# An older torch's engine does not know them.
+TRANSFORMS = ENGINES if hasattr(_fsdp_state, "RegisterPreBackwardFunction") else ("shardwise",)
+
+
+@case(2, engines=TRANSFORMS, warm=(False, True), reshard=(True, False))
 def jvp(api: Api, warm: bool, reshard: bool) -> None:
     """Values, tangents, and the gradients of both; also as the first forward there is."""
     alone, model = twins(Stack)
