@@ -140,8 +140,29 @@ def _other_method() -> None:
     assert torch.allclose(got, alone.head.weight.grad, rtol=1e-6)
 
 
+def _other_method_of_a_plan(name: str) -> None:
+    """The model's, and those of a part that is a unit; what is none stays as it is."""
+    alone, model = Net(), Net()
+    sw.shard(model, sw.Plan.of(name, mesh=2))
+    for each in ("encode", "no_such_method"):
+        sw.register_fsdp_forward_method(model.head, each)  # no unit runs with it
+    sw.register_fsdp_forward_method(model, "encode")
+    with pytest.raises(ValueError, match="does not have a method no_such_method"):
+        sw.register_fsdp_forward_method(model, "no_such_method")
+    for _ in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        (model.encode(_data()).sum() / 2).backward()
+        alone.encode(_data()).sum().backward()
+        grad = model.head.weight.grad
+        got = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert torch.allclose(got, alone.head.weight.grad, rtol=1e-6)
+
+
 def test_15_methods_other_than_forward(two: Ranks) -> None:
     two.run(_other_method)
+    for name in ("zero3", "ddp"):
+        two.run(_other_method_of_a_plan, name)
 
 
 def _read_outside(way: str) -> None:

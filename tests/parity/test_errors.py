@@ -165,12 +165,49 @@ def test_a_backend_that_cannot_move_the_model(two: Ranks) -> None:
 
 
 def _twice() -> None:
-    model = _shard("zero3", 2)
-    sw.shard(model, sw.Plan.of("zero3", mesh=2))
+    plan = sw.Plan.of("zero3", mesh=2)
+    for name in ("zero3", "ddp"):
+        model = _shard(name, 2)
+        for then in (lambda m: sw.shard(m, plan), sw.fully_shard):
+            for whole in (model, nn.Sequential(model)):
+                with pytest.raises(ValueError, match="is sharded already, by a Plan"):
+                    then(whole)
+            with pytest.raises(ValueError, match=r"is sharded already, by a Plan|DTensor"):
+                then(model.layers[0])
+    model = build("even")
+    sw.fully_shard(model.layers[0])
+    with pytest.raises(ValueError, match=r"\(layers.0\) is sharded already, by fully_shard"):
+        sw.shard(model, plan)
+    sw.fully_shard(model)
+    with pytest.raises(ValueError, match="Model is sharded already, by fully_shard"):
+        sw.shard(model, plan)
 
 
 def test_sharding_twice(two: Ranks) -> None:
-    _raises(two, _twice, match="is sharded already")
+    """By a Plan and by fully_shard, in either order; the whole, a part, and what contains it."""
+    two.run(_twice)
+
+
+def _other_layers(way: str, what: str) -> None:
+    rank = dist.get_rank()
+    layers = {"layers": 2 + rank, "width": 2}[what]
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    if what == "width" and rank:
+        model[1] = nn.Linear(8, 6)
+    if way == "plan":
+        sw.shard(model, sw.Plan.of("zero3", mesh=2))
+    else:
+        sw.fully_shard(model)
+    model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("way", ("plan", "fully_shard"))
+def test_other_layers_on_some_rank(two: Ranks, way: str) -> None:
+    told = "ranks have different models: '{}' .*rank 0: {}, rank 1: {};"
+    lacks = told.format("2.bias", "none", r"\(8,\)")
+    _raises(two, _other_layers, way, "layers", match=lacks)
+    narrow = told.format("1.bias", r"\(8,\)", r"\(6,\)")
+    _raises(two, _other_layers, way, "width", match=narrow)
 
 
 def test_no_process_group() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,9 +42,13 @@ class Lane:
         return self._inside
 
     def aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        """Queue what follows on another stream, in this lane's order, if one is given."""
-        if stream is None or self.stream is None:
+        """Queue what follows on another stream, in this lane's order, if one is given. A host's
+        stream orders nothing, but is the current one inside.
+        """
+        if stream is None:
             return _NOTHING
+        if self.stream is None:
+            return torch.cpu.stream(cast(Any, stream))
         return _Aside(self.stream, stream)
 
     def block_host(self) -> None:

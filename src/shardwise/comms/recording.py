@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class Call:
         return factor * self.nbytes * (self.ranks - 1) / self.ranks
 
 
-@dataclass
+@dataclass(eq=False)  # two that counted the same are still two
 class Record:
     """What was issued while it was open."""
 
     calls: list[Call] = field(default_factory=list)
+    # Whose: ranks may be threads of one process, each in a world of its own.
+    world: Any = field(default_factory=lambda: dist.group.WORLD, repr=False)
 
     def counts(self) -> dict[str, int]:
         return dict(Counter(call.name for call in self.calls))
@@ -44,7 +49,7 @@ open_records: list[Record] = []
 
 
 def note(name: str, axis: str, nbytes: int, ranks: int) -> None:
-    for record in open_records:
+    for record in [record for record in open_records if record.world is dist.group.WORLD]:
         record.calls.append(Call(name, axis, nbytes, ranks))
 
 

@@ -17,11 +17,17 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["REGISTRY_KEY", "STATE_KEY", "FSDPState", "RegistryItem"]  # torch's own, from here
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -101,9 +107,43 @@ def compiles_frames() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that holds other tensors and acts for them."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func (jvp, grad, vmap) is under way."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def outside_transforms(function: Call) -> Call:
+    """`function`, for which tensors are plain, not wrapped for the transforms under way."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not inside_transform():
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return cast(Call, call)
+
+
+def insert_module_state(module: nn.Module, state: FSDPState) -> None:
+    """Let torch find the state of a module."""
+    _composable_state._insert_module_state(module, state)
+
+
+def remove_module_state(module: nn.Module) -> None:
+    del _composable_state._module_state_mapping[module]
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(outside_transforms(callback))
 
 
 def inside_backward() -> bool:
@@ -123,9 +163,13 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def supported_devices(group: Any) -> set[str]:
-    """Device types that a process group can move, by the backends it was made with."""
-    backends = group._device_types
-    return {device.type for device in backends}
+    """Device types that a process group can move: those it was made for. (torch's `_device_types`
+    knows the backends inside a group only, so none for a group that is written in Python.)
+    """
+    declared = dist.get_backend_config(group).split(",")
+    return {device.type for device in group._device_types} | {
+        pair.partition(":")[0] for pair in declared
+    }
 
 
 def default_store() -> Any:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
-import torch.distributed._composable.fsdp as older
+import torch.distributed._composable.fsdp  # noqa: F401  an older home of the same names
 import torch.distributed.fsdp as fsdp
+
+_NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 
 
 def replace_torch_fully_shard() -> Callable[[], None]:
     """From now on `from torch.distributed.fsdp import fully_shard` gives shardwise's, and so with
-    `register_fsdp_forward_method` and `share_comm_ctx`. Call it before the library imports the
-    names, which most do inside their functions. Returns a function that puts torch's back.
+    `register_fsdp_forward_method` and `share_comm_ctx`. Modules that have imported torch's before
+    get shardwise's too, under whatever name. What holds a function elsewhere (in a class, a dict, a
+    default argument) keeps it. Returns a function that puts torch's back.
     """
     import shardwise.compat as ours
 
-    names = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-    # The second is an older home of the same names, from which some still import.
-    homes = [(home, name) for home in (fsdp, older) for name in names]
-    before = [(home, name, getattr(home, name)) for home, name in homes if hasattr(home, name)]
-    for home, name, _ in before:
-        setattr(home, name, getattr(ours, name))
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    by_theirs = {
+        id(getattr(fsdp, name)): getattr(ours, name) for name in _NAMES if hasattr(fsdp, name)
+    }
+    for namespace, name, value in _global_names():
+        own = by_theirs.get(id(value))
+        if own is not None and own is not value:
+            replaced.append((namespace, name, value))
+            namespace[name] = own
 
     def put_back() -> None:
-        for home, name, value in before:
-            setattr(home, name, value)
+        for namespace, name, value in replaced:
+            namespace[name] = value
 
     return put_back
+
+
+def _global_names() -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Every global of every module there is, but for our own. Asks no module for an attribute:
+    a lazy one would import it.
+    """
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and module_name.partition(".")[0] != "shardwise":
+            namespace = vars(module)
+            for name, value in list(namespace.items()):
+                yield namespace, name, value

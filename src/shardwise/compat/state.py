@@ -5,12 +5,13 @@ the first forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from shardwise.comms.lanes import Lanes
-from shardwise.compat import pipeline
+from shardwise.compat import contract
 from shardwise.compat.policies import MixedPrecisionPolicy
 from shardwise.runtime import guard
 from shardwise.runtime.api import bind, unbind
@@ -18,13 +19,15 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.policy import Policy
 from shardwise.sharding.attach import owners_of
+from shardwise.sharding.extended import ExtendedParameters, is_extended
 from shardwise.sharding.mesh import Mesh
+from shardwise.sharding.storage import Member
 from shardwise.sharding.unit import Unit
 
 _ATTRIBUTE = "_shardwise_state"
 
 
-class State:
+class State(contract.TorchState):
     """One call: its modules, the units that their parameters form, and the hooks on them."""
 
     def __init__(
@@ -35,6 +38,7 @@ class State:
         precision: MixedPrecisionPolicy,
         auto_keep: bool,
     ) -> None:
+        super().__init__()
         self.modules, self.units, self.mesh, self.precision = modules, units, mesh, precision
         self.structures = [guard.Structure(module) for module in modules]
         self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
@@ -49,16 +53,34 @@ class State:
         ]
         self.attach(hang=False)
 
-    def node(self, module: nn.Module) -> Node:
-        return next(node for node in self.nodes if node.module is module)
-
     def prepare(self) -> None:
         """Make the units ready to be gathered outside a forward."""
+        self._set_extended_apart()
         for unit in self.units:
             unit.follow()
             if not unit.prepared:
                 guard.check_memory([unit])
                 unit.prepare(self.get_lanes().gather)
+
+    def _set_extended_apart(self) -> None:
+        """A parameter whose local tensor was given its own all-gather since travels alone. What
+        users hold stays what it is.
+        """
+        for unit in list(self.units):
+            p = unit.parameters
+            extended = [is_extended(visible) for visible in p.visible]
+            if isinstance(p, ExtendedParameters) or not any(extended):
+                continue
+            unit.free()
+            groups: dict[int, list[Member]] = {}
+            for i, (member, visible) in enumerate(zip(p.members, p.visible, strict=True)):
+                again = replace(member, original=visible, sharded=True, stays=True)
+                groups.setdefault(i if extended[i] else -1, []).append(again)
+            at = self.units.index(unit)
+            self.units[at : at + 1] = [
+                Unit(unit.name, unit.modules, members, unit.mesh, unit.options)
+                for members in groups.values()
+            ]
 
     def get_lanes(self) -> Lanes:
         if self.engine is not None:
@@ -81,7 +103,7 @@ class State:
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             bind(module, self.get_engine)
-            pipeline.announce(module, self.get_engine)
+        contract.announce(self.modules, self)
         if hang:
             for node in self.nodes:
                 node.hang()
@@ -96,7 +118,7 @@ class State:
         for module in self.modules:
             del module.__dict__[_ATTRIBUTE]
             unbind(module)
-            pipeline.withdraw(module)
+        contract.withdraw(self.modules)
 
     def _watch_state_dicts(self) -> None:
         """Whoever saves or loads finds the sharded parameters in their places."""
@@ -146,6 +168,8 @@ class State:
                 structure.check()
             for home in state.homes:
                 home.check()
+        for state in states:
+            state._set_extended_apart()
         if self.auto_keep:
             for unit in self.units:
                 unit.options.keep = True
@@ -164,8 +188,9 @@ class State:
             state.engine = engine
             for node in state.nodes:
                 node.join(engine, is_root=node.module is root)
+        contract.settle(self, states)
         if self.mesh.device.type != "cpu":
-            self.node(root).input_device = self.mesh.device
+            self.nodes[0].input_device = self.mesh.device
         return engine
 
 

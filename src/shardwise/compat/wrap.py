@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, overload
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.compat import meshes, pipeline, ties
+from shardwise.compat import contract, meshes, ties
 from shardwise.compat.meshes import Axes
 from shardwise.compat.module import FSDPModule
 from shardwise.compat.policies import (
@@ -23,7 +23,9 @@ from shardwise.compat.policies import (
     make_options,
 )
 from shardwise.compat.state import State, state_of
+from shardwise.runtime.api import check_unplanned
 from shardwise.runtime.explain import explain
+from shardwise.runtime.hooks import node_of
 from shardwise.sharding.extended import is_extended
 from shardwise.sharding.storage import Member
 from shardwise.sharding.unit import Unit, divide
@@ -107,7 +109,7 @@ def fully_shard(
     return module
 
 
-fully_shard.state = pipeline.stage_of  # type: ignore[attr-defined]
+fully_shard.state = contract.state_of  # type: ignore[attr-defined]
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
@@ -122,11 +124,13 @@ def _check_modules(module: Any) -> list[nn.Module]:
     if not given or isinstance(module, Iterator):
         raise IndexError(f"fully_shard expects a module or a list of modules, got {module!r}")
     for at, each in enumerate(given):
-        if state_of(each) is not None or any(each is other for other in given[:at]):
+        twice = any(each is other for other in given[:at])
+        if twice or contract.is_applied(each, contract.NAME):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"fully_shard has already been applied to the following module:\n{each}"
             )
+        check_unplanned(each)
     inside = {id(m) for each in given for m in each.modules() if m is not each}
     return [each for each in given if id(each) not in inside]
 
@@ -136,14 +140,16 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _managed_modules(roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The modules whose own parameters the call takes: all but those sharded already, and those in
-    which everything is ignored.
+    """The modules whose own parameters the call takes: all but those sharded or replicated already,
+    and those in which everything is ignored.
     """
     found: list[nn.Module] = []
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
-        if id(module) in seen or (module not in roots and state_of(module) is not None):
+        if id(module) in seen or contract.is_applied(module, "replicate"):
+            return
+        if module not in roots and contract.is_applied(module, contract.NAME):
             return
         seen.add(id(module))
         for child in module.children():
@@ -293,23 +299,28 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method gather and free the module's parameters as `forward` does. Does nothing
-    for a module that is not sharded.
+    """Let another method gather and free the module's parameters as `forward` does: of a module
+    that `fully_shard` was called on, or that a Plan's unit runs with (the model itself always is
+    one). Does nothing for any other.
     """
-    if not isinstance(module, TorchFSDPModule):
+    if node_of(module) is None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    state, method = state_of(module), getattr(module, method_name)
-    assert state is not None
-    node = state.node(module)
+    method = getattr(module, method_name)
+    # A deep copy of the module takes its method along: that one works on the copy.
+    is_own = isinstance(method, MethodType) and method.__self__ is module
+    function = method.__func__ if is_own else None
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = node.before(module, args, kwargs)
-        return node.after(module, args, method(*args, **kwargs))
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        node = node_of(self)
+        assert node is not None
+        args, kwargs = node.before(self, args, kwargs)
+        run = method if function is None else MethodType(function, self)
+        return node.after(self, args, run(*args, **kwargs))
 
-    setattr(module, method_name, call)
+    setattr(module, method_name, MethodType(call, module))
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:

@@ -57,8 +57,8 @@ class Agreement:
             )
 
     def check_values(self, units: Sequence[Unit]) -> None:
-        """Once, before the first pass: error (under a Plan) or warning if ranks were given
-        different initial values, naming the first parameter that differs.
+        """Once, before the first pass: error if ranks were given different models; error (under a
+        Plan) or warning if different initial values. Names the first parameter that differs.
         """
         if self._compared_values:
             return
@@ -66,8 +66,12 @@ class Agreement:
         known = [unit.parameters.checksums for unit in units]
         sums = {name: value for own in known for name, value in (own or {}).items()}
         mine = None if None in known else zlib.crc32(repr(sorted(sums.items())).encode())
-        inside = self.mesh.shard.exchange(mine)
-        seen = {value for values in self.mesh.replicate.exchange(inside) for value in values}
+        model = self._parameters(units)
+        inside = self.mesh.shard.exchange((zlib.crc32(repr(model).encode()), mine))
+        said = [value for values in self.mesh.replicate.exchange(inside) for value in values]
+        if len({digest for digest, _ in said}) > 1:
+            self._check_models(model)
+        seen = {value for _, value in said}
         if None in seen or len(seen) <= 1:
             return
         # Ranks of a shard group first: they exchange the same number of times on every rank.
@@ -96,6 +100,33 @@ class Agreement:
             said = group.exchange([unit.changed or not unit.is_current for unit in here])
             for unit, flags in zip(here, zip(*said, strict=True), strict=True):
                 unit.stale = any(flags)
+
+    def _parameters(self, units: Sequence[Unit]) -> list[tuple[str, tuple[int, ...] | None]]:
+        """Every parameter's name, and its shape where these ranks hold it together: on a mesh of
+        its own it may have another on each.
+        """
+        return sorted(
+            (member.name, member.shape if unit.mesh is self.mesh else None)
+            for unit in units
+            for member in unit.parameters.members
+        )
+
+    def _check_models(self, mine: list[tuple[str, tuple[int, ...] | None]]) -> None:
+        """Error on every rank that names a parameter which is not the same on all of them."""
+        inside = self.mesh.shard.exchange(mine)
+        models = [
+            dict(model) for models in self.mesh.replicate.exchange(inside) for model in models
+        ]
+        names = sorted({name for model in models for name in model})
+        shapes = {name: [model.get(name, "none") for model in models] for name in names}
+        name = next(name for name in names if len(set(shapes[name])) > 1)
+        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes[name]))
+        counts = ", ".join(str(len(model)) for model in models)
+        raise RuntimeError(
+            f"ranks have different models: {name!r} is not of the same shape on all of them "
+            f"({listed}; parameters in all: {counts}). They gather and reduce together, so build "
+            "the same layers on every rank"
+        )
 
     def check_unit(self, name: str, at: int) -> None:
         """Before each gather of the first pass: error on every rank of a shard group that is about

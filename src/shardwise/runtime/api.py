@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.comms.lanes import Lanes
 from shardwise.planning.plan import DTYPES, Plan
+from shardwise.runtime import guard
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.hooks import Node
 from shardwise.runtime.local_step import watch_optimizers
@@ -19,14 +20,22 @@ from shardwise.sharding.mesh import Mesh, mesh_of
 from shardwise.sharding.unit import Unit
 
 _ATTRIBUTE = "_shardwise"
+_ONE_WAY = (
+    "a model is sharded by sw.shard(model, plan) or by fully_shard, not by both: leave one of them "
+    "out, or start from a new model"
+)
 
 
 def shard(model: nn.Module, plan: Plan) -> nn.Module:
     """Shard `model` in place as `plan` says, and return it. Parameter names stay; build the
     optimizer afterwards.
     """
-    if is_sharded(model):
-        raise ValueError(f"{type(model).__name__} is sharded already")
+    for name, module in model.named_modules():
+        if is_sharded(module):
+            raise ValueError(
+                f"{_how_sharded(name, module)}; sw.shard takes a whole, unsharded model"
+            )
+    check_unplanned(model)
     if not isinstance(plan, Plan):
         raise TypeError(
             f"plan is a {type(plan).__name__}, expected a Plan (sw.Plan.of('zero3', mesh=8))"
@@ -107,6 +116,26 @@ def _hang(model: nn.Module, plan: Plan, engine: Engine) -> list[Node]:
         node.join(engine, is_root)
         nodes.append(node)
     return nodes
+
+
+def _how_sharded(name: str, module: nn.Module) -> str:
+    what = f"{type(module).__name__} ({name})" if name else type(module).__name__
+    by = "by a Plan" if isinstance(module.__dict__[_ATTRIBUTE], Engine) else "by fully_shard"
+    return f"{what} is sharded already, {by}"
+
+
+def check_unplanned(model: nn.Module) -> None:
+    """Error for a model that a Plan shards, for one around it, and for a part of it."""
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get(_ATTRIBUTE), Engine):
+            raise ValueError(f"{_how_sharded(name, module)}; {_ONE_WAY}")
+    for name, parameter in model.named_parameters():
+        engine = guard.engine_of(parameter)
+        if engine is not None and engine.plan is not None:
+            raise ValueError(
+                f"parameter {name!r} of {type(model).__name__} is sharded already, by a Plan; "
+                f"{_ONE_WAY}"
+            )
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from shardwise.sharding.unit import State, Unit
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
+
+
+_ATTRIBUTE = "_shardwise_node"
 
 
 class Node:
@@ -48,6 +51,7 @@ class Node:
     def hang(self) -> None:
         """Put the hooks on the module."""
         module = self.module
+        module.__dict__[_ATTRIBUTE] = weakref.ref(self)
         self._handles: list[Any] = []
         self._compiled = compiled = module._compiled_call_impl
         if compiled is None:
@@ -67,6 +71,7 @@ class Node:
 
     def unhang(self) -> None:
         """Take them off again."""
+        del self.module.__dict__[_ATTRIBUTE]
         for handle in self._handles:
             handle.remove()
         self.module._compiled_call_impl = self._compiled
@@ -74,17 +79,27 @@ class Node:
     @versions.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before forward: bring the units together; cast and watch the inputs."""
+        if self._bring_units() and self.input_device is not None:
+            args, kwargs = values.move((args, kwargs), self.input_device)
+        if self.input_dtype is not None:
+            args, kwargs = values.cast((args, kwargs), self.input_dtype)
+        if self.tracks_inputs and torch.is_grad_enabled():
+            self._watch_inputs(args, kwargs)
+        if marks.on is not None:
+            marks.on.enter(self._unit_name, "backward" if versions.inside_backward() else "forward")
+        return args, kwargs
+
+    @versions.outside_transforms
+    def _bring_units(self) -> bool:
+        """Gather and show what the module runs with; true where a pass begins with it."""
         engine = self.engine
         if engine is None:
             assert self.find_engine is not None
             engine = self.find_engine()
         outermost = engine.forward_root is None or engine.forward_root is self or self.is_root
-        if outermost and not versions.inside_backward():
+        begins = outermost and not versions.inside_backward()
+        if begins:
             engine.begin_forward(self)
-            if self.input_device is not None:
-                args, kwargs = values.move((args, kwargs), self.input_device)
-        if self.input_dtype is not None:
-            args, kwargs = values.cast((args, kwargs), self.input_dtype)
         for unit in self.units:
             if (
                 unit.remaining == len(unit.modules)
@@ -92,11 +107,7 @@ class Node:
                 or not unit.is_shown
             ):
                 engine.before_forward(unit)
-        if self.tracks_inputs and torch.is_grad_enabled():
-            self._watch_inputs(args, kwargs)
-        if marks.on is not None:
-            marks.on.enter(self._unit_name, "backward" if versions.inside_backward() else "forward")
-        return args, kwargs
+        return begins
 
     @property
     def _unit_name(self) -> str:
@@ -129,6 +140,7 @@ class Node:
         assert self.engine is not None
         return Watch(self.engine.hold)
 
+    @versions.outside_transforms
     def input_done(self, unit: Unit) -> None:
         """The gradient of an input of `unit`'s module is complete."""
         unit.open_inputs -= 1
@@ -139,8 +151,6 @@ class Node:
     @versions.never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After forward: watch the outputs for backward's arrival; let the units go."""
-        engine = self.engine
-        assert engine is not None
         if marks.on is not None:
             marks.on.leave()
         if self.output_dtype is not None:
@@ -164,16 +174,35 @@ class Node:
                 watch.producer = weakref.ref(self)
             tensor.register_hook(watch)
             tensor._shardwise_watch = watch  # type: ignore[attr-defined]
+        if versions.inside_transform() and torch.is_grad_enabled():
+            output = values.transform(output, self._announce)
+            watched = [t for t in values.tensors(output) if t.is_floating_point()]
+        self._let_units_go(output, bool(watched))
+        return output
+
+    @versions.outside_transforms
+    def _let_units_go(self, output: Any, awaits_backward: bool) -> None:
+        engine = self.engine
+        assert engine is not None
         for unit in self.units:
             unit.remaining -= 1
             if unit.remaining <= 0:
                 unit.remaining = len(unit.modules)
                 engine.after_forward(unit)
         if engine.forward_root is self and not versions.inside_backward():
-            if not watched:
+            if not awaits_backward:
                 self._check_output(output)
-            engine.end_forward(awaits_backward=bool(watched))
-        return output
+            engine.end_forward(awaits_backward)
+
+    def _announce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Watch an output for which a transform of torch.func does not say whether a gradient will
+        come to it.
+        """
+        if tensor.requires_grad or not tensor.is_floating_point():
+            return tensor
+        watch = self._watch()
+        watch.producer = weakref.ref(self)
+        return cast(torch.Tensor, Announced.apply(lambda: watch(None), tensor))
 
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
@@ -205,6 +234,7 @@ class Node:
                 "the Plan)",
             )
 
+    @versions.outside_transforms
     def before_backward(self) -> None:
         """The gradient of an output of this module is complete."""
         engine = self.engine
@@ -214,6 +244,37 @@ class Node:
             marks.on.turn(self._unit_name, "backward")
         for unit in self.units:
             engine.before_backward(unit)
+
+
+def node_of(module: nn.Module) -> Node | None:
+    """The hooks on a module, if units run with it."""
+    found = module.__dict__.get(_ATTRIBUTE)
+    node = found() if found is not None else None
+    # A copy of the module brings the original's along.
+    return node if node is not None and node.module is module else None
+
+
+class Announced(torch.autograd.Function):
+    """A tensor as it is; `arrives` is called when its gradient comes, or that of its tangent."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(arrives: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.arrives = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.arrives()
+        return None, gradient
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: torch.Tensor | None) -> Any:
+        return None if tangent is None else Announced.apply(ctx.arrives, tangent)
 
 
 class Hold:

@@ -126,6 +126,7 @@ class Member:
     sharded: bool = False  # `original` holds this rank's rows already (a copy of a sharded model)
     # What is cut: the parameter's own shape, or that of its local tensor on the other mesh.
     shape: tuple[int, ...] = ()
+    stays: bool = False  # `original`, sharded, is what users have seen so far, and stays that
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -220,6 +221,9 @@ class Parameters:
             local.copy_(values if member.sharded else self._own_rows(values, rows))
         if self.plain:
             original.data = local
+            return original
+        if member.stays:
+            versions.set_local(cast(DTensor, original), local)
             return original
         wrapped = member.form(rows, self.mesh).wrap(local)
         visible = versions.make_parameter(wrapped, original.requires_grad)

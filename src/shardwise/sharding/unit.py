@@ -266,9 +266,25 @@ class Unit:
             self.parameters.buffer.allocate()
             self._unpack()
         self._handle, self._unpack = DONE, nothing_to_unpack
+        if isinstance(self.parameters, ExtendedParameters):
+            self._take_over(self.parameters.take_placeholder())
         if self._route is not self._home:
             self.forget_kept()
         self.state = State.READY
+
+    def _take_over(self, placeholder: nn.Parameter | None) -> None:
+        """What stood in for an extended parameter's whole, which its first gather made, gives it
+        its hooks and its places.
+        """
+        if placeholder is None:
+            return
+        shown = self.parameters.shown[0]
+        shown.__dict__.update(placeholder.__dict__)
+        for hook in (placeholder._post_accumulate_grad_hooks or {}).values():
+            shown.register_post_accumulate_grad_hook(hook)
+        self._places = [(places, key, shown, visible) for places, key, _, visible in self._places]
+        if self.gradients is not None:
+            self.gradients.shown = [shown]
 
     def show(self) -> None:
         if not self.is_shown or self.kept_buffer is not None:

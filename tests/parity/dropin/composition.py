@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from tests.parity.dropin.common import (
     batch,
     grid,
     line,
+    mesh,
     optimizers_of,
+    raises,
     square_loss,
     twins,
     whole,
@@ -285,3 +288,26 @@ def averaged_weights(api: Api) -> None:
     for got, expected in zip(*averages, strict=True):
         assert isinstance(got, DTensor)
         assert_close(got, expected, "average")
+
+
+@case(2, which=("replicate", "replicate_with_fsdp"))
+def replicated_around_and_inside(api: Api, which: str) -> None:
+    """`replicate` leaves sharded children to their engine, `fully_shard` replicated ones to theirs;
+    neither takes what the other has.
+    """
+    home = importlib.import_module(f"torch.distributed._composable.{which}")
+    replicate = home.replicate
+    on = mesh(dist.get_world_size(), names=("replicate",))
+    settings = {"mesh": on} if which == "replicate_with_fsdp" else {}
+    alone, model = twins(Stack)
+    api.fully_shard(model.layers[0], mesh=on)
+    replicate(model, **settings)
+    assert_trains_alike(model, alone)
+    with raises(RuntimeError, "on a Module already managed by `fully_shard`"):
+        replicate(api.fully_shard(nn.Linear(WIDTH, WIDTH), mesh=on), **settings)
+    alone, model = twins(Stack)
+    replicate(model.layers[0], **settings)
+    before = dict(model.layers[0].named_parameters())
+    api.fully_shard(model, mesh=on)
+    assert dict(model.layers[0].named_parameters()) == before
+    assert_trains_alike(model, alone)

@@ -25,13 +25,13 @@ from tests.parity.dropin.common import (
 ROWS = 16
 
 
-class Wrapped(torch.Tensor):
-    """An fp32 tensor inside another; every operation is done on the inner one."""
+class Bare(torch.Tensor):
+    """A tensor inside another; every operation is done on the inner one."""
 
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+    def __new__(cls, inner: torch.Tensor) -> Bare:
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -52,16 +52,20 @@ class Wrapped(torch.Tensor):
         return ["inner"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict, meta: None, size: Any, stride: Any) -> Wrapped:
+    def __tensor_unflatten__(cls, inner: dict, meta: None, size: Any, stride: Any) -> Bare:
         return cls(inner["inner"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_map(lambda x: x.inner if isinstance(x, Wrapped) else x, (args, kwargs or {}))
+        given = tree_map(lambda x: x.inner if isinstance(x, Bare) else x, (args, kwargs or {}))
         out = func(*given[0], **given[1])
         if func._schema.name.endswith("_"):
             return args[0]
         return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, out)
+
+
+class Wrapped(Bare):
+    """One that says what it is whole."""
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -207,3 +211,82 @@ def one_half_of_an_extension(api: Api) -> None:
         assert "fsdp_pre_all_gather and fsdp_post_all_gather" in str(error), error
     else:
         raise AssertionError("half an extension was accepted")
+
+
+@case(2, rows=(ROWS, 5), reshard=(True, False))
+def hooks_attached_after_wrapping(api: Api, rows: int, reshard: bool) -> None:
+    """To the local tensor that users see: they are called from the first gather on, the second of
+    them first without `out`. The parameters that an optimizer has already are those it trains.
+    """
+    alone, model = twins(lambda: nn.Sequential(nn.Linear(WIDTH, rows), nn.Linear(rows, 3)))
+    api.fully_shard(model[0], mesh=line(), reshard_after_forward=reshard)
+    api.fully_shard(model, mesh=line())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    called: list[Any] = []
+
+    def before(
+        self: torch.Tensor, on: Any, size: Any, stride: Any, module: Any, policy: Any
+    ) -> Any:
+        assert not torch.is_grad_enabled() and module is model[0]
+        assert tuple(size) == (rows, WIDTH) and tuple(stride) == (WIDTH, 1)
+        called.append("before")
+        sent = torch.zeros((rows + 1) // 2, WIDTH, dtype=torch.bfloat16)
+        sent[: self.shape[0]].copy_(self)
+        return (sent,), "a note"
+
+    def after(self: torch.Tensor, outputs: Any, note: Any, dtype: Any, *, out: Any = None) -> Any:
+        assert note == "a note" and outputs[0].dtype == torch.bfloat16
+        called.append("after" if out is None else "after, out")
+        if out is None:
+            whole = outputs[0].to(dtype)
+            return whole, (outputs[0], whole)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(outputs[0][:rows])
+        return None
+
+    local = model[0].weight._local_tensor
+    local.fsdp_pre_all_gather = before.__get__(local)
+    local.fsdp_post_all_gather = after.__get__(local)
+    leaves = dict(alone.named_parameters())
+    world, again = dist.get_world_size(), ["before", "after, out"]
+    for step in range(3):
+        seen = {n: p.detach().clone().requires_grad_() for n, p in leaves.items()}
+        with torch.no_grad():
+            seen["0.weight"].copy_(leaves["0.weight"].to(torch.bfloat16))
+        batches = [batch(step, i) for i in range(world)]
+        for x in batches:
+            out = torch.func.functional_call(alone, seen, (x,))
+            (out.float().square().mean() / world).backward()
+        square_loss(model, batches[dist.get_rank()]).backward()
+        forward = ["before", "after"] if step == 0 else again
+        assert called == (forward + again if reshard else forward), called
+        called.clear()
+        for name, parameter in model.named_parameters():
+            assert_close(parameter.grad, seen[name].grad, f"gradient of {name} in step {step}")
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            for name, leaf in leaves.items():
+                leaf -= 0.1 * seen[name].grad
+    for name, parameter in model.named_parameters():
+        assert_close(parameter, leaves[name], name)
+
+
+@case(2)
+def a_tensor_class_without_hooks(api: Api) -> None:
+    """Its local tensor keeps its class; what the class is given later counts."""
+    alone, model = twins(nn.Linear, WIDTH, ROWS, bias=False)
+    alone.weight.data = alone.weight.data.to(torch.bfloat16).float()
+
+    class Later(Bare):
+        pass
+
+    model.weight = nn.Parameter(Later(model.weight.detach().clone()))
+    api.fully_shard(model, mesh=line())
+    assert isinstance(model.weight.to_local(), Later)
+    Later.fsdp_pre_all_gather = lambda self, on: ((self.inner.to(torch.bfloat16),), "a note")
+    Later.fsdp_post_all_gather = Rounded.fsdp_post_all_gather
+    Later.restore = staticmethod(Rounded.restore)
+    assert_close(model(batch(0, 0)), alone(batch(0, 0)), "output")
+    model(batch(0, 0)).sum().backward()
+    assert model.weight.grad is not None

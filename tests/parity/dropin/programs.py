@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -21,7 +23,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from tests.parity.dropin.catalog import Api, case
+from tests.parity.dropin.catalog import ENGINES, Api, case
 from tests.parity.dropin.common import (
     WIDTH,
     assert_close,
@@ -102,10 +104,92 @@ def pipeline(api: Api, schedule: str) -> None:
 
 @case(2)
 def state_of_a_module(api: Api) -> None:
+    """What torch's helpers and tests ask of it: also before and after the root is known."""
     model = wrap(api, Stack(), mesh=line())
-    assert api.fully_shard.state(model) is not None
-    assert api.fully_shard.state(model.layers[0]) is not api.fully_shard.state(model)
+    root, inner = api.fully_shard.state(model), api.fully_shard.state(model.layers[0])
+    assert root is model._get_fsdp_state() and inner is not root
     assert api.fully_shard.state(model.head) is None
+    assert root._is_root is None and inner._is_root is None and not root._state_ctx.all_states
+    root._lazy_init()
+    assert root._is_root is True and inner._is_root is False
+    layers = [api.fully_shard.state(layer) for layer in model.layers]
+    assert root._state_ctx.all_states == [root, *layers]
+    assert inner._state_ctx is root._state_ctx
+    assert {m: "fully_shard" in (_get_registry(m) or {}) for m in model.modules()} == {
+        m: isinstance(m, api.FSDPModule) for m in model.modules()
+    }
+    assert _fsdp_state._get_module_fsdp_state(model) is root
+    parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    api.fully_shard(list(parts), mesh=line())
+    with raises(RuntimeError, "requires a single root module but got"):
+        api.fully_shard.state(parts[0])._lazy_init()
+    early = wrap(api, Stack(), mesh=line())
+    api.fully_shard.state(early.layers[0])._lazy_init()
+    with raises(RuntimeError, "already been lazily initialized for layers.0\n.*root module first"):
+        api.fully_shard.state(early)._lazy_init()
+
+
+@case(2)
+def a_newer_pipeline_stage(api: Api) -> None:
+    """What newer torch's pipelines do with a stage after they tried it out, and after the last
+    micro-batch: every name that they use is answered, and gradients are those of one process.
+    """
+    alone, model = twins(Stack)
+    wrap(api, model, mesh=line(), reshard_after_forward=False)
+    square_loss(model, batch(9, 0)).backward()  # the stage is tried out
+    for module in model.modules():
+        if isinstance(module, api.FSDPModule):
+            if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+            module.reshard()
+            for parameter in module.parameters():
+                parameter.grad = None
+    ranks = dist.get_world_size()
+    for micro in range(2):
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        square_loss(model, batch(micro, dist.get_rank())).backward()
+        for i in range(ranks):
+            (square_loss(alone, batch(micro, i)) / ranks).backward()
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state = api.fully_shard.state(model)
+    for each in state._state_ctx.all_states:
+        for group in getattr(each, "_fsdp_param_groups", [each._fsdp_param_group]):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    for module in model.modules():
+        if isinstance(module, api.FSDPModule):
+            module.reshard()
+    assert_same_gradients(model, alone)
+
+
+# Transforms of torch.func.
+
+
+# An older torch's engine does not know them.
+TRANSFORMS = ENGINES if hasattr(_fsdp_state, "RegisterPreBackwardFunction") else ("shardwise",)
+
+
+@case(2, engines=TRANSFORMS, warm=(False, True), reshard=(True, False))
+def jvp(api: Api, warm: bool, reshard: bool) -> None:
+    """Values, tangents, and the gradients of both; also as the first forward there is."""
+    alone, model = twins(Stack)
+    wrap(api, model, mesh=line(), reshard_after_forward=reshard)
+    if warm:
+        square_loss(model, batch(9, 0)).backward()
+        model.zero_grad()
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        value, tangent = torch.func.jvp(model, (x,), (x.flip(0),))
+        return value.square().mean() + tangent.square().mean()
+
+    assert_trains_alike(model, alone, loss=loss)
+    x = batch(3, dist.get_rank())
+    expected = torch.func.grad(lambda x: alone(x).sum())(x)
+    assert_close(torch.func.grad(lambda x: model(x).sum())(x), expected, "gradient of the input")
 
 
 # Lists and copies.

@@ -156,15 +156,21 @@ def all_reduce_hook(api: Api, shape: str) -> None:
     wrap(api, model, mesh=on)
     sizes: list[int] = []
 
+    streams: list[Any] = []
+    stream = torch.cpu.Stream() if shape == "line" else None
+
     def double(reduced: torch.Tensor) -> None:
         sizes.append(reduced.numel())
+        streams.append(torch.cpu.current_stream())
         reduced.mul_(2)
 
-    model.set_all_reduce_hook(double)
+    model.set_all_reduce_hook(double, stream=stream)
     world = dist.get_world_size()
     average_backward(alone, [batch(0, i) for i in range(world)])
     square_loss(model, batch(0, dist.get_rank())).backward()
     assert sizes == [sum(p.numel() for p in alone.head.parameters()) // 2], sizes
+    assert stream is None or streams == [stream], streams
+    assert torch.cpu.current_stream() is not stream or stream is None
     for parameter in alone.head.parameters():
         parameter.grad *= 2
     assert_same_gradients(model, alone)
