@@ -16,10 +16,6 @@ commit=(${COMMIT:+--commit "$COMMIT"})
 
 shardwise() { python3 -c 'from shardwise.cli import main; main()' "$@"; }
 
-lock_clocks() { # so that steps of a compute-bound batch differ by what is compared, not by heat
-    nvidia-smi --lock-gpu-clocks=1410 >/dev/null && trap 'nvidia-smi --reset-gpu-clocks >/dev/null' EXIT
-}
-
 emulate() { # batch: both engines, at 300 and 100 GB/s, with the profiled step of each
     shardwise emulate --mesh 8 --model bench --plan zero3 --engine both --batch "$1" \
         --steps 24 --network 300e9,100e9 --out "$out/emulate-$1" --json "$out/emulate-$1-h200.json" "${commit[@]}"
@@ -42,7 +38,7 @@ run_part() {
             --json "$out/step-h200-dropin.json" "${commit[@]}" ;;
         check) shardwise emulate --mesh 8 --model bench --plan zero3 --network 300e9,100e9 --check \
             --json "$out/emulate-check-h200.json" "${commit[@]}" ;;
-        emulate) (lock_clocks; emulate 4 && emulate 1) ;;
+        emulate) emulate 4 && emulate 1 ;;
         llama8b) shardwise emulate --world 128 --mesh 16x8 --cluster h100x8 --model llama8b \
             --plan zero3 --json "$out/emulate-llama8b-h200.json" "${commit[@]}" ;;
         accuracy) shardwise bench accuracy --cases h200 --json "$out/accuracy-h200.json" "${commit[@]}" ;;

@@ -294,7 +294,8 @@ def run_public() -> str | None:
         errors = [error(a.detach(), b) for a, b in zip(got, wanted, strict=True)]
         if not all(e <= BOUNDS["bf16"] for e in errors):
             return f"{name}: errors of o, dq, dk, dv: {errors}"
-    saved = FlashAttention.apply(q, k, v, True).grad_fn.saved_tensors[4]
+    output = FlashAttention.apply(q, k, v, True)  # with it goes what it saved
+    saved = output.grad_fn.saved_tensors[4]
     if not error(saved, wanted_lse) <= BOUNDS["fp32"]:
         return f"FlashAttention saved an lse that is off by {error(saved, wanted_lse)}"
 

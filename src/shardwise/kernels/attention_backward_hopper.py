@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from shardwise.kernels.attention_forward_hopper import async_load, async_store, barrier
 from shardwise.kernels.attention_tiles import ANY_INTEGER
 
 
@@ -41,12 +42,12 @@ def _feed(
         mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
         full = q_full.index(stage)
         mbarrier.expect(full, q.block_type.nbytes + lse.block_type.nbytes)
-        tma.async_copy_global_to_shared(q, [b, h, m0, 0], full, q_smem.index(stage))
-        tma.async_copy_global_to_shared(lse, [head, m0], full, lse_smem.index(stage))
+        async_load(q, [b, h, m0, 0], full, q_smem.index(stage))
+        async_load(lse, [head, m0], full, lse_smem.index(stage))
         full = do_full.index(stage)
         mbarrier.expect(full, do.block_type.nbytes + delta.block_type.nbytes)
-        tma.async_copy_global_to_shared(do, [b, h, m0, 0], full, do_smem.index(stage))
-        tma.async_copy_global_to_shared(delta, [head, m0], full, delta_smem.index(stage))
+        async_load(do, [b, h, m0, 0], full, do_smem.index(stage))
+        async_load(delta, [head, m0], full, delta_smem.index(stage))
         count += 1
     return count
 
@@ -61,8 +62,8 @@ def _produce(
     mbarrier.expect(kv_full, 2 * k.block_type.nbytes + 2 * v.block_type.nbytes)
     for half in gl.static_range(2):
         row = n0 + half * HALF
-        tma.async_copy_global_to_shared(k, [b, g, row, 0], kv_full, k_smem.index(half))
-        tma.async_copy_global_to_shared(v, [b, g, row, 0], kv_full, v_smem.index(half))
+        async_load(k, [b, g, row, 0], kv_full, k_smem.index(half))
+        async_load(v, [b, g, row, 0], kv_full, v_smem.index(half))
     count = 0
     for i in range(GROUP):
         h = g * GROUP + i
@@ -123,8 +124,8 @@ def _walk_queries(
             ds_tile = ds_smem.index(2 * half + (count & 1))
             ds_tile.store(ds_NM)
             fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(stash, [stash_head, n0, m0 - chunk_lo], ds_tile)
+            barrier()
+            async_store(stash, [stash_head, n0, m0 - chunk_lo], ds_tile)
         dv_ND, dk_ND, p_left, ds_left = warpgroup_mma_wait(0, [dv_ND, dk_ND, p_left, ds_left])
         if STASH:
             # The store before this one has left its buffer, which the next tile takes; the barrier
@@ -181,9 +182,9 @@ def _consume(
         k_ND.store((dk_ND * scale).to(dtype))  # k and v have served; their buffers take dk and dv
         v_ND.store(dv_ND.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(dk, [b, g, n0, 0], k_ND)
-        tma.async_copy_shared_to_global(dv, [b, g, n0, 0], v_ND)
+        barrier()
+        async_store(dk, [b, g, n0, 0], k_ND)
+        async_store(dv, [b, g, n0, 0], v_ND)
         tma.store_wait(0)
 
 

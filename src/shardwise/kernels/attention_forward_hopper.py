@@ -35,6 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from shardwise.kernels.attention_tiles import ANY_INTEGER, LN2
 
 
+# Triton 3.9 renamed these three, and keeps two of the old names only to refuse them.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
 @gluon.jit
 def _place(tile, heads, H, M, section, BLOCK_M: gl.constexpr):
     """Batch, head and first query of a tile: late queries first, in sections of heads."""
@@ -91,7 +97,7 @@ def _produce(
         for half in gl.static_range(2):
             mbarrier.wait(q_empty.index(half), (round & 1) ^ 1)
             mbarrier.expect(q_full.index(half), q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
+            async_load(
                 q, [b, h, m0 + half * (BLOCK_M // 2), 0], q_full.index(half), q_smem.index(half)
             )
         blocks = _count(m0, N, CAUSAL, BLOCK_M, BLOCK_N)
@@ -101,12 +107,12 @@ def _produce(
             phase = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-            tma.async_copy_global_to_shared(
+            async_load(
                 k, [b, h // GROUP, n0, 0], k_full.index(stage), k_smem.index(stage)
             )
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-            tma.async_copy_global_to_shared(
+            async_load(
                 v, [b, h // GROUP, n0, 0], v_full.index(stage), v_smem.index(stage)
             )
             count += 1
@@ -209,11 +215,11 @@ def _consume(
         gl.store(lse + head * M + m, lse_M, mask=m < M)
         o_MD = acc_MD * gl.convert_layout(1.0 / sum_M, rows)[:, None]
         tma.store_wait(0)  # the tile before may still be leaving the buffer
-        gl.thread_barrier()
+        barrier()
         o_tile.store(o_MD.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(o, [b, h, m0, 0], o_tile)
+        barrier()
+        async_store(o, [b, h, m0, 0], o_tile)
     tma.store_wait(0)
 
 
