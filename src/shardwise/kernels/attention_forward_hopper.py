@@ -34,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shardwise.kernels.attention_tiles import ANY_INTEGER, LN2
 
-
 # Triton 3.9 renamed these three, and keeps two of the old names only to refuse them.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
