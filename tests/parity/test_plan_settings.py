@@ -207,7 +207,7 @@ def _foretold(name: str, settings: dict[str, Any]) -> None:
     units, kept = engine_of(model).units, count_kept(resolved)
     assert kept.master == sum(unit.parameters.master.nbytes for unit in units)
     trained = [unit.gradients for unit in units if unit.gradients is not None]
-    assert kept.gradients == sum(each.layout.shard_numel * 4 for each in trained)
+    assert kept.gradients == sum(each.nbytes for each in trained)
     sent = count_sent(resolved, micro_batches)
     for collective in ("all_gather", "reduce_scatter", "all_reduce"):
         assert log.sent(collective) == getattr(sent, collective), (name, settings, collective)

@@ -94,7 +94,8 @@ def test_state_by_strategy_is_what_a_plan_keeps() -> None:
         kept = count_kept(plan.resolve(model))
         held = kept.master + kept.gradients + kept.state
         held += kept.full if name != "zero3" else 0
-        held += kept.slots if name == "zero1" else 0
+        if name == "zero1":  # its slots; a scatter's output is 1/128 more
+            held += kept.host_slots * 128 // 129
         assert state[name] == pytest.approx(held, rel=1e-3), name
     seventy = {row.strategy: row.state for row in memory.strategy_bytes(70e9, 128)}
     assert seventy["zero1"] == pytest.approx(288.75e9)

@@ -26,13 +26,13 @@ from shardwise.timeline import Timeline
 Row = dict[str, Any]
 
 # Seed 000: one H200 alone, a micro-batch of 1 and of 2 sequences (`shardwise bench ffn`).
-MICRO_BATCH_S = {1: 0.665, 2: 1.323}
+MICRO_BATCH_S = {1: 0.6601, 2: 1.3175}  # benchmarks/results/ffn-h200.json
 FFN_SEQUENCE = 4096
 FFN_NOTE = (
     "Seed 000: what goes in is one GPU's time of a micro-batch of 1 and of 2 sequences, "
-    f"{MICRO_BATCH_S[1] * 1e3:,.0f} and {MICRO_BATCH_S[2] * 1e3:,.0f} ms on an H200 (`shardwise "
-    "bench ffn`); the document's steps ran on H100s. Measured again it took 659.6 and 1,317.0 ms, "
-    "with which the three errors are -0.8 to -0.5 %: the claim is 1 to 2 %, not these rows' tenths."
+    f"{MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 (`shardwise "
+    "bench ffn`, `ffn-h200.json`); the document's steps ran on H100s. Other days gave 659.6 to 665 "
+    "and 1,317 to 1,323 ms, so the claim is 1 to 2 %, not these rows' tenths."
 )
 FFN_REPORTED_MS = {"hsdp, delayed": 2145.8, "hsdp": 2698.9, "fsdp": 2693.5}
 
