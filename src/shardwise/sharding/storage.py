@@ -16,8 +16,9 @@ storage resize per unit.
     kept      1/k of full, for keep_after_forward = k      compute  from forward to backward
     slot      all gradients, rank after rank: what a       reduce   from the end of its backward
               reduce-scatter reads                                  until the scatter is done
-    gradient  this rank's rows of every summed gradient    own      from the reduce until zero_grad
-    summed    visible.grad: DTensors, or plain in ddp      own      views of gradient
+    sums      this rank's rows of every summed gradient    own      taken anew in every step; with
+              (`flat`), and who produced one (`counts`)             whoever keeps a gradient
+    summed    visible.grad: DTensors, or plain in ddp      own      views of flat, made anew
 
 Two parameters on n = 2 ranks, A of 5 rows (3 + 2, one row of padding `..`), B of 4 rows (2 + 2):
 
@@ -30,11 +31,16 @@ Two parameters on n = 2 ranks, A of 5 rows (3 + 2, one row of padding `..`), B o
     full              | A0 A1 A2 A3 A4 .. | B0 B1 B2 B3 |       parameter after parameter
     shown               A: 5 rows           B: 4 rows
 
-                      for rank 0         for rank 1
-    slot              | A0 A1 A2 | B0 B1 | A3 A4 .. | B2 B3 |   gradients, packed by one kernel
-    rank 0  gradient  | A0 A1 A2 | B0 B1 |                      as the reduce-scatter writes it
+                      for rank 0              for rank 1
+    slot              | A0 A1 A2 | B0 B1 | cc | A3 A4 .. | B2 B3 | cc |   packed by one kernel
+    rank 0  sums      | A0 A1 A2 | B0 B1 | cc |                 as the reduce-scatter writes it
 
-Who has what memory: master, full, kept and gradient come and go in compute's order; staging and
+`c` is 1 where this rank produced a gradient of the parameter, else 0: the sum tells a rank without
+one whether any other had. The rule for all memory: what a user can hold is never resized or reused
+under them. `full` is the one exception, as in torch: what was read of it while it was gathered has
+no memory when it is freed.
+
+Who has what memory: master, full, kept and sums come and go in compute's order; staging and
 slots belong to the lane that uses them (`comms/lanes.py`). A unit of one parameter needs no
 staging. With n = 1 the full buffer is the master itself, or its cast.
 
