@@ -244,7 +244,7 @@ def keep_optimizer_state(run: Run) -> Callable[[], Any]:
     states = [run.opt.state[p] for p in watched(run)]
     tensors = [dict(state) for state in states]
     saved = run.opt.state_dict()
-    return lambda: [states, tensors, list(saved["state"].values())]
+    return lambda: [states, tensors, saved["state"]]
 
 
 @touch("keep parameters while they are unsharded")

@@ -382,6 +382,11 @@ def averaged(run: Run) -> Callable[[], Any]:
     return lambda: seen
 
 
+@touch("an embedding renormalises its rows in forward (max_norm)")
+def renormalised(run: Run) -> None:
+    run.model.embed.max_norm = 1.0
+
+
 # Loaded
 
 

@@ -87,6 +87,20 @@ def looking_hook(run: Run) -> Callable[[], Any]:
     return lambda: seen
 
 
+@touch("tensor hook that scales, over two backwards", everywhere=True)
+def tensor_hook_twice(run: Run) -> None:
+    """Not all that has been added up, but what each backward adds goes through the hook."""
+    tensor_hook(run)
+
+    def program(run: Run) -> None:
+        run.loss().backward()
+        run.loss(tokens=run.batch.flip(1)).backward()
+        run.opt.step()
+        run.opt.zero_grad()
+
+    run.program = program
+
+
 @touch("tensor hook on an activation", everywhere=True)
 def activation_hook(run: Run) -> None:
     def scale(module: Any, args: Any, out: torch.Tensor) -> None:
