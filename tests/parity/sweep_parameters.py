@@ -560,12 +560,12 @@ def add_parameter(run: Run) -> None:
     run.opt.add_param_group({"params": [block.extra]})
 
 
-@touch("remove a block", dropin="was added, removed", plan="was added, removed", everywhere=True)
+@touch("remove a block", plan="was added, removed", everywhere=True)
 def remove_block(run: Run) -> None:
     del run.model.layers[1]
 
 
-@touch("a block becomes Identity", dropin="'layers.1'", plan="'layers.1'")
+@touch("a block becomes Identity", plan="'layers.1'")
 def identity_block(run: Run) -> None:
     run.model.layers[1] = nn.Identity()
 
