@@ -25,6 +25,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 LONG = (
     "parity/test_dropin.py",
     "parity/test_parity.py",
+    "parity/test_sweep.py",
     "unit/test_attention.py",
     "parity/test_engine.py",
     "unit/test_train.py",

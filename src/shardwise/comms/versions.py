@@ -177,6 +177,26 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+class Standing:
+    """What a parameter stands on: a DTensor on its local tensor, beside which `p.data = ` exchanges
+    a storage that has nothing in it. Both are held, so that nothing new can be taken for them.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._local, self._storage = local_of(parameter), parameter.untyped_storage()
+        self._identity = self._storage._cdata
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return (
+            local_of(parameter) is self._local
+            and parameter.untyped_storage()._cdata == self._identity
+        )
+
+    def lost_data(self, parameter: torch.Tensor) -> bool:
+        """The parameter's `data` was set, which left its local tensor as it was."""
+        return local_of(parameter) is self._local and not self.is_of(parameter)
+
+
 class DTensorMaker:
     """Makes DTensors that stand on given local tensors themselves, all of one kind. (What
     DTensor.from_local makes of a host tensor is a copy on the mesh's device.)

@@ -46,6 +46,21 @@ class FSDPModule(TorchFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy_sharded(cast(nn.Module, self), memo)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, also of those in whose places the gathered ones
+        hang now: after an evaluation they are what `parameters()` gives, as in torch.
+        """
+        cast(Any, super()).zero_grad(set_to_none)
+        here = set(cast(nn.Module, self).modules())
+        units = [unit for _, state in states_in(cast(nn.Module, self)) for unit in state.units]
+        for p in (unit.parameters for unit in units if unit.is_shown):
+            for member, parameter in zip(p.members, p.visible, strict=True):
+                if parameter.grad is not None and any(m in here for m, _ in member.places):
+                    if set_to_none:
+                        parameter.grad = None
+                    else:
+                        parameter.grad.zero_()
+
     # Gathering and freeing
 
     def reshard(self) -> None:

@@ -97,6 +97,8 @@ class Agreement:
         groups = {id(unit.mesh.shard): unit.mesh.shard for unit in units}
         for key, group in groups.items():
             here = [unit for unit in units if id(unit.mesh.shard) == key]
+            for unit in here:
+                unit.take_writes()
             said = group.exchange([unit.changed or not unit.is_current for unit in here])
             for unit, flags in zip(here, zip(*said, strict=True), strict=True):
                 unit.stale = any(flags)

@@ -168,8 +168,8 @@ class Engine:
             unit.remaining = len(unit.modules)
             if not awaits_backward:
                 if unit.options.stays_shown and unit.options.keep is True and not refreshes:
-                    unit.hide()  # what a program writes until then goes to the masters
-                    continue  # an evaluation's next forward finds it there
+                    unit.keep_evaluated()  # the next forward finds it there
+                    continue
                 if self.policy.frees_after_step:
                     unit.free()
                 unit.hide()
@@ -316,6 +316,7 @@ class Engine:
                     assert unit.gradients is not None
                     unit.gradients.attach(unit.options.zeroes_unused)
                     unit.opened = unit.complete = False
+                    unit.attached_version = unit.parameters.version
         except BaseException:  # of a hook on a parameter
             self._drop_gradients()
             raise

@@ -79,8 +79,8 @@ class Structure:
         return list(map(len, children)), list(chain.from_iterable(map(dict.values, children)))
 
     def check(self, may_grow: bool = True) -> None:
-        """Error if a module with parameters, or a parameter, was removed or replaced since, or
-        unless it `may_grow` added. (A parameter put in another's place is found when its unit is
+        """Error if a module with parameters, or a parameter, was replaced since, or unless it
+        `may_grow` added or taken out. (A parameter put in another's place is found when its unit is
         shown.) What was added and nobody shards trains as torch trains it: each rank its own.
         """
         if self._look() == self._known and sum(map(len, self._parameters)) == self._count:
@@ -92,7 +92,9 @@ class Structure:
         # without parameters.
         if owners != self._owners:
             grown = all(set(keys) <= set(owners.get(i, ())) for i, keys in self._owners.items())
-            if not (may_grow and grown):
+            # A module taken out, whole and for nothing else, is one that no step runs any more.
+            shrunk = all(self._owners.get(i) == keys for i, keys in owners.items())
+            if not (may_grow and (grown or shrunk)):
                 raise RuntimeError(
                     f"{self._where()} was added, removed or replaced after sharding; it would be "
                     "neither sharded nor trained. Change the model before it is sharded (adapters, "

@@ -146,6 +146,9 @@ class ExtendedRoute:
         self.parameters = parameters
         self.group: Group = parameters.mesh.shard
 
+    def take_back(self) -> None:
+        """Nothing: how it is gathered is the parameter's own affair."""
+
     @torch.no_grad()
     def start(self) -> tuple[Handle, Unpack]:
         p, ranks = self.parameters, self.group.size

@@ -105,7 +105,9 @@ class Gradients:
         it; false if the gradients that hang on the parameters are all ours, and the sum adds.
         """
         self._missing = None
-        if self.sums is not None and self.own:
+        # A tensor hook is shown what this step adds, so that must not be in one sum with the rest.
+        hooked = any(parameter._backward_hooks for parameter in self.visible)
+        if self.sums is not None and self.own and not hooked:
             return False
         self._take_memory()
         self._absent = frozenset()
@@ -168,6 +170,8 @@ class Gradients:
                 if grad is None:
                     absent.append(i)
                 continue
+            if parameter._backward_hooks:
+                self._run_hooks(i)
             if grad is None:
                 parameter.grad = summed
             elif grad is not summed:
@@ -176,6 +180,25 @@ class Gradients:
             for hook in hooks.values() if hooks else ():
                 hook(parameter)
         self._absent = frozenset(absent)
+
+    def _run_hooks(self, i: int) -> None:
+        """Show the i-th sum to the hooks of `parameter.register_hook`, which autograd does not meet
+        (the graph has the shown parameter). What one returns takes the sum's place.
+        """
+        parameter, local = self.visible[i], self.locals[i]
+        with torch.no_grad():
+            for hook in list((parameter._backward_hooks or {}).values()):
+                returned = hook(self.summed[i])
+                if returned is None or returned is self.summed[i]:
+                    continue
+                values = versions.local_of(returned)
+                if values.shape != local.shape:
+                    raise RuntimeError(
+                        f"a hook on parameter {self.members[i].name!r} returned a "
+                        f"{type(returned).__name__} whose local shape is {tuple(values.shape)}, "
+                        f"expected {tuple(local.shape)}, as the gradient it was given"
+                    )
+                local.copy_(values)
 
     def attach_echoes(self) -> None:
         """Before any `attach`: add the gradients of tied parameters to what hangs there, so that

@@ -29,6 +29,9 @@ class Way(Protocol):
     def is_current(self) -> bool:
         """This rank's piece of `full` is what the source holds now."""
 
+    def take_back(self) -> None:
+        """Copy this rank's piece of `full` to the source, where it is another."""
+
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""
 
@@ -89,6 +92,13 @@ class Route:
         """For dims other than 0 nobody looks."""
         pairs = zip(self.own, self.pieces, strict=True)
         return not self.scattered and all(torch.equal(own, piece.to(own)) for own, piece in pairs)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Copy this rank's piece of `full` to the source; what a cast alone has changed stays."""
+        for part, piece in zip(self.parts, self.pieces, strict=True):
+            own = part[self.group.rank].reshape(-1)
+            piece.copy_(torch.where(own == piece.to(own), piece, own.to(piece)))
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""

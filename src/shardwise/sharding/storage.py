@@ -65,6 +65,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comms import marks, versions
 from shardwise.planning.placement import Layout, Rows, lay_out
+from shardwise.sharding.bits import checksums
 from shardwise.sharding.forms import Form, Nested
 from shardwise.sharding.mesh import Mesh
 from shardwise.sharding.route import Route, Way
@@ -75,6 +76,16 @@ _HOME = "_shardwise_parameters"  # on a visible parameter: who keeps its master
 
 def _nowhere() -> None:
     return None
+
+
+class Address:
+    """What a plain parameter stands on: given other memory, it has another address."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._known = parameter.data_ptr(), parameter.dtype, parameter.device
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return (parameter.data_ptr(), parameter.dtype, parameter.device) == self._known
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,8 @@ class Buffer:
                 marks.on.buffer(self, self._storage.data_ptr(), self._nbytes)
 
     def release(self) -> None:
-        if self.allocated and not self._fixed:
+        # numpy has a view: torch resizes that storage no more.
+        if self.allocated and not self._fixed and self._storage.resizable():
             if marks.on is not None:
                 marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
             self._storage.resize_(0)
@@ -180,7 +192,7 @@ class Parameters:
         self.mesh, self.plain, self.offload = mesh, plain, offload
         self.layout = lay_out([m.shape for m in members], mesh.shard.size, [m.dim for m in members])
         self.members = [members[i] for i in self.layout.order]
-        self._sums = None if any(m.sharded for m in members) else _checksums(self.members)
+        self._sums = None if any(m.sharded for m in members) else self._checksums()
         self.master = self._make_master(versions.local_of(members[0].original.data))
         self.dtype = self.master.dtype
         with torch.no_grad():
@@ -206,6 +218,9 @@ class Parameters:
         if self._sums is None or self.version != self._version_at_birth:
             return None
         return dict(zip([m.name for m in self.members], self._sums.tolist(), strict=True))
+
+    def _checksums(self) -> torch.Tensor | None:
+        return checksums([versions.local_of(member.original.data) for member in self.members])
 
     def forget_checksums(self) -> None:
         self._sums = None
@@ -271,7 +286,25 @@ class Parameters:
             if member.nested is not None:
                 with torch.no_grad():
                     tensor = member.nested.whole.wrap(tensor)
-            self.shown.append(nn.Parameter(tensor, requires_grad=visible.requires_grad))
+            shown = nn.Parameter(tensor, requires_grad=visible.requires_grad)
+            # An optimizer built while it is in its place would train nothing.
+            shown.__dict__["_shardwise_moved"] = member.name
+            self.shown.append(shown)
+
+    def restore_shown(self) -> None:
+        """Let the shown parameters stand on `full` again, with the values they have now."""
+        for i, (member, shown) in enumerate(zip(self.members, self.shown, strict=True)):
+            tensor = whole(self.full, self.layout, i)
+            if member.nested is not None or shown.data_ptr() == tensor.data_ptr():
+                continue
+            if (shown.shape, shown.dtype) != (tensor.shape, tensor.dtype):
+                raise RuntimeError(
+                    f"parameter {member.name!r} became a {shown.dtype} of shape "
+                    f"{tuple(shown.shape)} while it was gathered; call reshard() and change the "
+                    "sharded one"
+                )
+            tensor.data.copy_(shown.data)
+            shown.data = tensor
 
     def make_route(self, mode: str, custom: Any) -> Way:
         """How a gather fills `full`."""
@@ -281,24 +314,17 @@ class Parameters:
     @property
     def unmoved(self) -> bool:
         """What hangs in the modules is what was put there, on the same memory."""
-        for places, key, visible, known in self._known:
-            if places.get(key) is not visible or self._standing(visible) != known:
+        for places, key, visible, standing in self._known:
+            if places.get(key) is not visible or not standing.is_of(visible):
                 return False
         return True
-
-    def _standing(self, visible: nn.Parameter) -> tuple[object, ...]:
-        """What changes when a parameter is given other memory: a DTensor gets another local tensor,
-        a plain one another address.
-        """
-        if self.plain:
-            return visible.data_ptr(), visible.dtype, visible.device
-        return (id(versions.local_of(visible)),)
 
     def follow(self) -> None:
         """Take over parameters that were moved, cast, given memory, replaced or tied in their
         modules.
         """
         found = [member.registered for member in self.members]
+        self._check_data_kept()
         locals_ = [versions.local_of(parameter.data) for parameter in found]
         self._check_alike(found, locals_)
         self.echoes = {i for i in range(len(found)) if self._is_tied(found, i)}
@@ -353,11 +379,25 @@ class Parameters:
         for i, visible in enumerate(self.visible):
             if i not in self.echoes:
                 visible.__dict__[_HOME] = home
-        self._known = [
-            (module._parameters, key, visible, self._standing(visible))
+        standing = Address if self.plain else versions.Standing
+        self._known: list[tuple[dict[str, Any], str, nn.Parameter, Any]] = [
+            (module._parameters, key, visible, standing(visible))
             for member, visible in zip(self.members, self.visible, strict=True)
             for module, key in member.places
         ]
+
+    def _check_data_kept(self) -> None:
+        """Error if `p.data = ` was used on a DTensor: its values are in its local tensor, which
+        that leaves as it was, so that what was assigned is lost.
+        """
+        for places, key, visible, standing in self._known:
+            if places.get(key) is visible and not self.plain and standing.lost_data(visible):
+                name = next(m.name for m in self.members if m.registered is visible)
+                raise RuntimeError(
+                    f"parameter {name!r} was given other memory by `p.data = `, which does "
+                    "nothing to the values of a DTensor; write p.data.copy_(values), or put "
+                    "another parameter in its place"
+                )
 
     def _check_alike(self, found: list[nn.Parameter], locals_: list[torch.Tensor]) -> None:
         """What stands in for a parameter must be sharded as it was, all of a unit alike."""
@@ -379,21 +419,6 @@ class Parameters:
                     f"{self.members[0].name!r} of the same unit is {locals_[0].dtype} on "
                     f"{locals_[0].device}; move or cast the parameters of a unit together"
                 )
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@torch.no_grad()
-def _checksums(members: Sequence[Member]) -> torch.Tensor | None:
-    """One number for each whole parameter, from its bits; None where there is no memory yet, or a
-    tensor class of its own.
-    """
-    values = [versions.local_of(member.original.data) for member in members]
-    if any(v.is_meta or v.itemsize not in _BITS or type(v) is not torch.Tensor for v in values):
-        return None
-    sums = [value.contiguous().view(-1).view(_BITS[value.itemsize]).sum() for value in values]
-    return torch.stack([each.to(torch.int64) for each in sums])
 
 
 def whole(full: torch.Tensor, layout: Layout, i: int) -> torch.Tensor:

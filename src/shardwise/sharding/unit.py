@@ -20,6 +20,7 @@ from torch import nn
 from shardwise.comms import marks
 from shardwise.comms.lanes import Lane
 from shardwise.comms.real import DONE, Handle
+from shardwise.sharding.bits import fingerprint
 from shardwise.sharding.extended import ExtendedParameters, is_extended
 from shardwise.sharding.gradients import Gradients
 from shardwise.sharding.kept import Kept
@@ -119,6 +120,8 @@ class Unit:
         self.issued = False
         self.complete = False
         self.gradients: Gradients | None = None
+        self.attached_version = -1  # of the masters, when gradients were last hung on
+        self._noted: torch.Tensor | None = None
         self.trainable: tuple[bool, ...] = ()
 
     def register(self) -> None:
@@ -208,6 +211,28 @@ class Unit:
         self.wait()
         self.parameters.copy_echoes()
         return self._home is not None and self._home.is_current
+
+    def keep_evaluated(self) -> None:
+        """After an evaluation: stay gathered, and shown unless the optimizer's step is still to
+        come, before which a program asks the parameters for their gradients. Remember the masters:
+        what it writes to them until the next pass is told so from what it writes to the shown ones.
+        """
+        p, gradients = self.parameters, self.gradients
+        stepped = self.attached_version != p.version
+        if gradients is not None and not stepped and not gradients.cleared:
+            self.hide()
+        elif self.is_shown and self._home is not None and not isinstance(p, ExtendedParameters):
+            self._noted = fingerprint(p.master)
+
+    def take_writes(self) -> None:
+        """Carry what was written to the shown parameters since an evaluation to the masters."""
+        noted, self._noted = self._noted, None
+        if noted is None or self._home is None:
+            return
+        self.wait()
+        self.parameters.restore_shown()
+        if not self.is_current and torch.equal(noted, fingerprint(self.parameters.master)):
+            self._home.take_back()
 
     @property
     def adds_up(self) -> bool:
