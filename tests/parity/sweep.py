@@ -51,22 +51,7 @@ _WRITTEN_WHILE_SHOWN = (
     "a forward without backward, p.data.mul_, and on",
     "an embedding renormalises its rows in forward (max_norm)",
 )
-_OPTIMIZER = ("torch.compile(opt.step)",)
-_COPIES = (
-    "deepcopy, train the original",
-    "deepcopy, train the copy",
-    "deepcopy, train both by turns",
-    "deepcopy of a block, in its place",
-    "AveragedModel, updated each step",
-)
-OPEN = {
-    "shardwise": (
-        *_WRITTEN_WHILE_SHOWN,
-        *_OPTIMIZER,
-        "a forward without backward, p.data.mul_ of parameters read before it",
-    ),
-    **dict.fromkeys(PLANS, (*_WRITTEN_WHILE_SHOWN, *_OPTIMIZER, *_COPIES)),
-}
+OPEN = dict.fromkeys(("shardwise", *PLANS), _WRITTEN_WHILE_SHOWN)
 TOUCHES: dict[str, Touch] = {}
 
 

@@ -106,14 +106,10 @@ def _produce(
             phase = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-            async_load(
-                k, [b, h // GROUP, n0, 0], k_full.index(stage), k_smem.index(stage)
-            )
+            async_load(k, [b, h // GROUP, n0, 0], k_full.index(stage), k_smem.index(stage))
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-            async_load(
-                v, [b, h // GROUP, n0, 0], v_full.index(stage), v_smem.index(stage)
-            )
+            async_load(v, [b, h // GROUP, n0, 0], v_full.index(stage), v_smem.index(stage))
             count += 1
 
 

@@ -51,8 +51,8 @@ class Engine:
         # This backward's units, in the order in which their gradients were complete.
         self.ready: list[Unit] = []
         self.reduced = 0  # how many of reduce_order are issued in this backward
-        self.hold = Hold(self)  # of the forward that runs, or ran last
-        self.awaits_backward = False  # a forward has run to train, and no backward since
+        self.hold: Hold | None = None  # of the forward that runs
+        self._held: weakref.WeakSet[Hold] = weakref.WeakSet()  # of forwards that have a graph
         self.backward_runs = False
         self.last_backward = True  # False: a later one of this step waits for the sums
         self.micro: tuple[int, int] | None = None  # (index, total) inside sw.microbatches
@@ -123,6 +123,12 @@ class Engine:
             self._begin_step(node.units[:1])
         self.forward_order.begin()
         self.hold = Hold(self)
+        self._held.add(self.hold)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """The graph of an earlier forward is still there, and its backward has not begun."""
+        return any(hold.engine is not None for hold in self._held if hold is not self.hold)
 
     def _begin_step(self, first: Sequence[Unit]) -> None:
         """Look after all units. What the outermost module needs at once is sent for before the
@@ -161,8 +167,7 @@ class Engine:
         """The outermost module has run. Units whose modules did not all run are closed; without a
         backward, all is freed.
         """
-        self.forward_root = None
-        self.awaits_backward = awaits_backward
+        self.forward_root = self.hold = None
         refreshes = self.policy.refreshes
         for unit in self.units:
             unit.remaining = len(unit.modules)
@@ -342,7 +347,7 @@ class Engine:
     def reset(self) -> None:
         """Forget the pass that an exception ended, with all that its step had summed."""
         self.failed = self.forward_root is not None
-        self.forward_root = None
+        self.forward_root = self.hold = None
         for unit in self.units:
             unit.remaining = len(unit.modules)
         self._abandon_backward()
@@ -358,7 +363,7 @@ class Engine:
         self._close_backward()
 
     def _reset_backward(self) -> None:
-        self.backward_runs = self.awaits_backward = False
+        self.backward_runs = False
         self.reduced = 0
         for unit in self.units:
             unit.issued = False

@@ -138,6 +138,7 @@ class Node:
 
     def _watch(self) -> Watch:
         assert self.engine is not None
+        # None in a backward that runs the forward again: then it has begun.
         return Watch(self.engine.hold)
 
     @versions.outside_transforms
@@ -292,7 +293,7 @@ class Watch:
     graph is there, so they keep nothing but the `Hold`.
     """
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self, hold: Hold | None) -> None:
         self.hold = hold
         self.producer: weakref.ref[Node] | None = None
         self.consumers: list[tuple[weakref.ref[Node], weakref.ref[Unit]]] = []
@@ -305,4 +306,5 @@ class Watch:
         node = self.producer() if self.producer is not None else None
         if node is not None:
             node.before_backward()
-        self.hold.engine = None  # what the running backward needs is kept by its end's callback
+        if self.hold is not None:  # what the running backward needs is kept by its end's callback
+            self.hold.engine = None
