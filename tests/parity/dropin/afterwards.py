@@ -139,23 +139,28 @@ def silent_writes_between_forwards(api: Api, low: bool, reshard: bool | None) ->
     wrap(api, model, mesh=line(), mp_policy=policy, reshard_after_forward=reshard)
     bound = 3e-2 if low else 1e-5
     x = batch(0, 0)
-    for name, write in WRITES.items():
-        with torch.no_grad():
-            assert torch.allclose(model(x).float(), alone(x), atol=bound), f"before {name}"
-        for each in (model, alone):
-            write(list(each.parameters()))
-        with torch.no_grad():
-            assert torch.allclose(model(x).float(), alone(x), atol=bound), name
-        for each in (model, alone):
-            for parameter in each.parameters():
-                parameter.data.mul_(2.0)
+    # As an optimizer or an average of the weights holds them.
+    held = {id(each): list(each.parameters()) for each in (model, alone)}
+    weights = {id(each): each.head.weight for each in (model, alone)}
+    for trains in (False, True):  # a forward that could have been trained, and was not, as well
+        for name, write in WRITES.items():
+            for each in (model, alone):
+                with torch.set_grad_enabled(trains):
+                    each(x)
+                write(held[id(each)])
+            with torch.no_grad():
+                assert torch.allclose(model(x).float(), alone(x), atol=bound), (trains, name)
+            for each in (model, alone):
+                for parameter in held[id(each)]:
+                    parameter.data.mul_(2.0)
     # Where only one rank's rows change, all gather anew.
-    for each in (model, alone):
-        whole = torch.zeros_like(alone.head.weight)
-        whole[-1] = 1.0
-        part = local_part(whole, model.head.weight) if each is model else whole
-        data = each.head.weight.data
-        (data.to_local() if each is model else data).add_(part)
+    with torch.no_grad():
+        model(x)
+    whole = torch.zeros_like(alone.head.weight)
+    whole[-1] = 1.0
+    weights[id(alone)].data.add_(whole)
+    weight = weights[id(model)]
+    weight.data.to_local().add_(local_part(whole, weight))
     with torch.no_grad():
         assert torch.allclose(model(x).float(), alone(x), atol=bound)
 
