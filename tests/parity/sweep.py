@@ -40,7 +40,7 @@ import shardwise as sw
 from tests.parity.models import VOCABULARY, Block
 from tests.ranks import RankError, Ranks
 
-STEPS, ROWS, LENGTH, WIDTH = 4, 2, 5, 8
+STEPS, ROWS, LENGTH, WIDTH = 3, 2, 5, 8
 MOMENTS = {"before": 0, "after": 1}  # the step that a touch comes with
 LIMIT = 30  # seconds of one touch before it hangs
 BOUND = 1e-4
@@ -449,9 +449,7 @@ def dense_cases(engine: str) -> list[tuple[str, str]]:
     """
     chosen = [case for case in cases(engine) if case[0] not in OPEN.get(engine, ())]
     if engine in PLANS:
-        chosen = [case for case in chosen if TOUCHES[case[0]].everywhere]
-    if engine in PLANS[1:]:
-        chosen = [case for case in chosen if case[1] == "after"]
+        chosen = [case for case in chosen if TOUCHES[case[0]].everywhere and case[1] == "after"]
     return chosen
 
 

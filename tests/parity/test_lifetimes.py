@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.comms.control import Control, control_of
 from tests.parity.dropin.afterwards import Language
 from tests.parity.dropin.common import WIDTH, assert_close, batch, square_loss, twins
 from tests.parity.dropin.lifetimes import (
@@ -290,9 +292,7 @@ def test_clipping_a_replaced_gradient(two: Ranks) -> None:
 
 
 def _another_world() -> None:
-    """A second world on the same store, with models of both engines before and after."""
-    from shardwise.comms.control import control_of
-
+    """A second and a third world, with models of both engines before and after."""
     store = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for world in range(3):
@@ -309,10 +309,25 @@ def _another_world() -> None:
         assert control.exchange((world, rank)) == [(world, r) for r in range(ranks)]
         dist.barrier()
         dist.destroy_process_group()
-        again = dist.PrefixStore(f"again{world}", store) if world == 1 else store
+        # (gloo itself would find the addresses of before under the names of before.)
+        again = dist.PrefixStore(f"again{world}", store)
         dist.init_process_group("gloo", store=again, rank=rank, world_size=ranks)
 
 
 def test_another_world(two: Ranks) -> None:
     two.run(_another_world)
     two.stop()
+
+
+def test_what_ranks_tell_each_other_over_a_store_that_outlives_a_world() -> None:
+    store = dist.HashStore()
+    for world in range(3):
+        controls = [Control(store, (0, 1, 2), rank) for rank in range(3)]
+        with ThreadPoolExecutor(3) as threads:
+            for turn in range(3):
+                said = [(world, turn, rank if turn else None) for rank in range(3)]
+                pairs = zip(controls, said, strict=True)
+                waiting = [threads.submit(control.exchange, value) for control, value in pairs]
+                assert [each.result(timeout=20) for each in waiting] == [said] * 3
+    left = store.num_keys()
+    assert left <= 1 + 3, f"{left} keys stay: more than one count, and one answer of each world"

@@ -219,9 +219,14 @@ class DTensorMaker:
         _teach_dtensors()
 
     def __call__(self, local: torch.Tensor) -> DTensor:
-        made = DTensor(self._like, self._spec, requires_grad=False)
+        made = DTensor.__new__(DTensor, self._like, self._spec, requires_grad=False)
         made._local_tensor = local
         return made
+
+
+def views_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A flat tensor as views of the given shapes, one after the other, in one call."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
 
 
 @functools.cache

@@ -56,7 +56,9 @@ class Gradients:
         self.locals: list[torch.Tensor] = []
         self.summed: list[torch.Tensor] = []
         self._parts = [r.part for r in layout.rows]
-        self._shapes = [torch.Size(r.local_shape(mesh.shard.rank)) for r in layout.rows]
+        shapes_here = [r.local_shape(mesh.shard.rank) for r in layout.rows]
+        self._like = [torch.empty(shape, device="meta") for shape in shapes_here]
+        self._padded = any(t.numel() != n for t, n in zip(self._like, self._parts, strict=True))
         self._makers = self._make_makers()
         # Parameters, by number: without a gradient of this rank so far in this step (None: nothing
         # was taken yet), and those that the last `attach` left without one.
@@ -90,10 +92,11 @@ class Gradients:
             marks.on.buffer(self, sums.data_ptr(), sums.nbytes)
         self.sums = sums
         self.flat = sums[: self.layout.shard_numel] if self.counts else sums
-        self.locals = [
-            part[: shape.numel()].view(shape)
-            for part, shape in zip(self.flat.split(self._parts), self._shapes, strict=True)
-        ]
+        if not self._padded:
+            self.locals = versions.views_of(self.flat, self._like)
+            return
+        pairs = zip(self.flat.split(self._parts), self._like, strict=True)
+        self.locals = [part[: like.numel()].view(like.shape) for part, like in pairs]
 
     @property
     def nbytes(self) -> int:
