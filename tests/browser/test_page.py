@@ -209,7 +209,7 @@ def test_the_waterfall_sums_up_and_follows_the_chosen_rank(
         *parts, whole = bars
         assert sum(width for _, width in parts) == pytest.approx(whole[1])
         for (left, width), (following, _) in itertools.pairwise(parts):
-            assert following == pytest.approx(left + width)
+            assert following == pytest.approx(left + width, abs=2e-4)  # CSS rounds to 6 digits
         title = browser.run("return document.querySelector('#waterfall h3').textContent")
         assert f"rank {rank}" in title
         step = data["sides"][0]["ranks"][rank]["step"]
@@ -244,6 +244,8 @@ def test_a_span_answers_with_unit_phase_duration_and_bytes(
         if rank["bytes"][i]:
             assert shown_as(rank["bytes"][i], "bytes") in text
     assert rank["bytes"][i]
+    mouse(browser, "mouseMoved", 2, 2)
+    assert browser.run("return document.getElementById('tip').hidden")
 
 
 def test_a_gap_says_what_compute_waits_for(browser: Browser, pages: SimpleNamespace) -> None:
@@ -270,7 +272,6 @@ def test_a_gap_says_what_compute_waits_for(browser: Browser, pages: SimpleNamesp
     [
         ("#memory .u-over", ["MiB", "at ", "activations"]),
         ("#curves .u-over", ["step ", "entropy"]),
-        ("#streams .u-over", ["ms"]),
     ],
 )
 def test_charts_answer_where_the_mouse_is(
