@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import torch
 
-from shardwise.kernels.attention_backends import forced
-from shardwise.measurement.benchmark import describe_environment
+from shardwise.kernels.attention.backends import forced
+from shardwise.profiling.timing import describe_environment
 from shardwise.trainer.model import LM
 from shardwise.trainer.sizes import SIZES
 

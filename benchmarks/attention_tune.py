@@ -42,8 +42,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.kernels.attention_configs import Backward, Stash, Tiles
-from shardwise.kernels.attention_reference import plain_attention
+from shardwise.kernels.attention.configs import Backward, Stash, Tiles
+from shardwise.kernels.attention.reference import plain_attention
 
 BOUNDS = {"bf16": 1e-2, "fp32": 1e-5, "tf32": 1e-3}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
@@ -220,7 +220,7 @@ def caller(kind: str, name: str, problem: Problem, tensors: list[Tensor]) -> Cal
                 return lambda: _sdpa(name, q, k, v)
             o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-    from shardwise.kernels import attention_launch as launch
+    from shardwise.kernels.attention import launch
 
     mask = launch.Mask(True, 1 / math.sqrt(problem.width))
     tiles = candidates(kind, problem)[name]
@@ -338,7 +338,7 @@ def run_apart(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Check each candidate in a process of its own: a crash or a hang stays its own."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "shardwise.kernels.attention"])
+    context.set_forkserver_preload(["torch", "triton", "shardwise.kernels.attention.interface"])
     queue = list(work.items())
     running: dict[str, tuple[BaseProcess, Connection, float]] = {}
     while queue or running:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.measurement.attention.seed import tables_4_and_5
-from shardwise.measurement.exercises import memory_plot as memory_bench_plot
-from shardwise.measurement.exercises import overlap_plot, seed004
+from shardwise.lab.attention.seed import tables_4_and_5
+from shardwise.lab.exercises import memory_plot as memory_bench_plot
+from shardwise.lab.exercises import overlap_plot, seed004
 
 Result = dict[str, Any]
 

@@ -20,7 +20,7 @@ from shardwise.children import describe_end
 
 # What every rank would import by itself, some of it only when it makes its first optimizer
 # (`torch._dynamo`): a second each.
-PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "shardwise.compat"]
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "shardwise.fsdp2"]
 # Process groups that a pool may gather, as tests make meshes: gloo has a thread for each that wakes
 # up 100 times a second, and with 60 of them four idle ranks take half a core.
 GROUPS = 16

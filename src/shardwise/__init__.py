@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 from shardwise import processor
 
 if TYPE_CHECKING:
-    from shardwise.comms.recording import record
-    from shardwise.compat import (
+    from shardwise.engine.api import exposed_seconds, shard
+    from shardwise.engine.clip import clip_grad_norm
+    from shardwise.engine.local_step import local
+    from shardwise.engine.materialize import materialize
+    from shardwise.engine.microbatches import microbatches
+    from shardwise.engine.recording import record
+    from shardwise.engine.sharded_optimizer import ShardedOptimizer
+    from shardwise.engine.whole_state import broadcast, full_state_dict
+    from shardwise.fsdp2 import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
         FSDPModule,
@@ -23,48 +30,41 @@ if TYPE_CHECKING:
         replace_torch_fully_shard,
         share_comm_ctx,
     )
-    from shardwise.measurement.profile.collect import profile
-    from shardwise.planning.describe import describe
     from shardwise.planning.plan import Plan
-    from shardwise.planning.search import plan, search
-    from shardwise.planning.simulate import simulate
+    from shardwise.predict.describe import describe
+    from shardwise.predict.search import plan, search
+    from shardwise.predict.simulate import simulate
+    from shardwise.profiling.collect import profile
     from shardwise.reporting.api import report
-    from shardwise.runtime.api import exposed_seconds, shard
-    from shardwise.runtime.clip import clip_grad_norm
-    from shardwise.runtime.local_step import local
-    from shardwise.runtime.materialize import materialize
-    from shardwise.runtime.microbatches import microbatches
-    from shardwise.runtime.sharded_optimizer import ShardedOptimizer
-    from shardwise.runtime.state import broadcast, full_state_dict
 
 _HOMES = {
-    "CPUOffloadPolicy": "compat",
-    "DataParallelMeshDims": "compat",
-    "FSDPModule": "compat",
-    "MixedPrecisionPolicy": "compat",
-    "OffloadPolicy": "compat",
+    "CPUOffloadPolicy": "fsdp2",
+    "DataParallelMeshDims": "fsdp2",
+    "FSDPModule": "fsdp2",
+    "MixedPrecisionPolicy": "fsdp2",
+    "OffloadPolicy": "fsdp2",
     "Plan": "planning.plan",
-    "ShardedOptimizer": "runtime.sharded_optimizer",
-    "UnshardHandle": "compat",
-    "broadcast": "runtime.state",
-    "clip_grad_norm": "runtime.clip",
-    "describe": "planning.describe",
-    "exposed_seconds": "runtime.api",
-    "full_state_dict": "runtime.state",
-    "fully_shard": "compat",
-    "local": "runtime.local_step",
-    "materialize": "runtime.materialize",
-    "microbatches": "runtime.microbatches",
-    "plan": "planning.search",
-    "profile": "measurement.profile.collect",
-    "record": "comms.recording",
-    "register_fsdp_forward_method": "compat",
-    "replace_torch_fully_shard": "compat",
+    "ShardedOptimizer": "engine.sharded_optimizer",
+    "UnshardHandle": "fsdp2",
+    "broadcast": "engine.whole_state",
+    "clip_grad_norm": "engine.clip",
+    "describe": "predict.describe",
+    "exposed_seconds": "engine.api",
+    "full_state_dict": "engine.whole_state",
+    "fully_shard": "fsdp2",
+    "local": "engine.local_step",
+    "materialize": "engine.materialize",
+    "microbatches": "engine.microbatches",
+    "plan": "predict.search",
+    "profile": "profiling.collect",
+    "record": "engine.recording",
+    "register_fsdp_forward_method": "fsdp2",
+    "replace_torch_fully_shard": "fsdp2",
     "report": "reporting.api",
-    "search": "planning.search",
-    "shard": "runtime.api",
-    "share_comm_ctx": "compat",
-    "simulate": "planning.simulate",
+    "search": "predict.search",
+    "shard": "engine.api",
+    "share_comm_ctx": "fsdp2",
+    "simulate": "predict.simulate",
 }
 
 __all__ = [
@@ -115,4 +115,4 @@ def __dir__() -> list[str]:
 processor.settle(probe=False)
 
 if os.environ.get("SHARDWISE_PROFILE"):  # set by `shardwise profile`, for every rank it starts
-    importlib.import_module("shardwise.measurement.profile.auto")
+    importlib.import_module("shardwise.profiling.auto")

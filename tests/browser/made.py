@@ -21,18 +21,9 @@ from shardwise.description.model import (
 )
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
-from shardwise.planning.search_models import cut_described
-from shardwise.planning.simulate import simulate
-from shardwise.run_files import (
-    CONFIG,
-    FACTS,
-    MEMORY,
-    MESSAGES,
-    METRICS,
-    PLAN,
-    PREDICTED,
-    TIMELINE,
-)
+from shardwise.predict.models import cut_described
+from shardwise.predict.simulate import simulate
+from shardwise.run_files import CONFIG, FACTS, MEMORY, MESSAGES, METRICS, PLAN, PREDICTED, TIMELINE
 from shardwise.timeline import Span, Timeline
 
 DEVICE = Device("d", 1.2e9, 1e15, 1.0, 1e-6, (MatmulRate("float32", 1e12, 1.0),))

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.kernels.attention import FlashAttention, attention
-from shardwise.kernels.attention_backends import choose
-from shardwise.kernels.attention_configs import Backward, Stash, Tiles
-from shardwise.kernels.attention_reference import plain_attention, plain_lse
+from shardwise.kernels.attention.backends import choose
+from shardwise.kernels.attention.configs import Backward, Stash, Tiles
+from shardwise.kernels.attention.interface import FlashAttention, attention
+from shardwise.kernels.attention.reference import plain_attention, plain_lse
 
 try:
     import pytest
@@ -167,7 +167,7 @@ def gradient_of(lse: Tensor) -> Tensor:
 
 def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any, uses_lse: bool) -> list[Tensor]:
     """o, lse, dq, dk, dv into tensors that held NaN."""
-    from shardwise.kernels import attention_launch as launch
+    from shardwise.kernels.attention import launch
 
     q, k, v, do = (x.squeeze(1) for x in tensors) if shape.flat else tensors
     mask = launch.Mask(shape.causal, 1 / math.sqrt(shape.D), shape.window, *(ids or (None, None)))
@@ -319,7 +319,7 @@ def run_public() -> str | None:
 
 def run_dispatch() -> str | None:
     """A window goes to a backend that has windows."""
-    from shardwise.kernels.attention_backends import Case
+    from shardwise.kernels.attention.backends import Case
 
     q = torch.empty(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
     chosen = choose(Case.of(q, q, causal=True, window=True, segments=False, precision="fp32"))
@@ -363,7 +363,7 @@ def main() -> int:
     names = sys.argv[1:] or sorted(JOBS, key=lambda name: "fp32" not in name)
     failures = 0
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "shardwise.kernels.attention"])
+    context.set_forkserver_preload(["torch", "triton", "shardwise.kernels.attention.interface"])
     pool = ProcessPoolExecutor(13, context)
     jobs = {pool.submit(run_job, name): name for name in names}
     waiting = set(names)

@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comms import versions
-from shardwise.comms.emulated import Emulation, Network, emulate
-from shardwise.comms.emulated_exposure import Message
-from shardwise.measurement.emulation.check import time_collective
-from shardwise.measurement.emulation.run import joined
+from shardwise.emulation.check import time_collective
+from shardwise.emulation.collectives import Emulation, Network, emulate
+from shardwise.emulation.exposure import Message
+from shardwise.emulation.run import joined
+from shardwise.engine import torch_private
 
 try:
     import pytest
@@ -76,7 +76,7 @@ def test_a_grouped_gather_delivers_and_takes_the_time_of_one() -> None:
                     place.copy_(value)
                 emulation.links_of(DEVICE).delay(5e-3)
                 with emulation.measure(DEVICE) as measured:
-                    versions.all_gather_grouped(outputs, own, dist.group.WORLD).wait()
+                    torch_private.all_gather_grouped(outputs, own, dist.group.WORLD).wait()
         for output, value in zip(outputs, values, strict=True):
             assert torch.equal(output.view(WORLD, -1), value.expand(WORLD, -1))
         (message,) = measured.messages
@@ -131,7 +131,7 @@ def _gather_twice_at_once(emulation: Emulation) -> list[Message]:
         emulation.links_of(DEVICE).delay(5e-3)
         with emulation.measure(DEVICE) as measured:
             works = [
-                versions.all_gather(output, part, group)
+                torch_private.all_gather(output, part, group)
                 for output, group in zip(whole, groups, strict=True)
             ]
             for work in works:
@@ -151,7 +151,7 @@ def test_a_wait_of_the_compute_stream_is_exposed() -> None:
                 torch.cuda.synchronize()
                 emulation.links_of(DEVICE).delay(5e-3)
                 with emulation.measure(DEVICE) as measured:
-                    work = versions.all_gather(whole, part, None)
+                    work = torch_private.all_gather(whole, part, None)
                     for _ in range(products):
                         matrix @ matrix
                     work.wait()
@@ -168,7 +168,7 @@ def test_a_free_collective_takes_no_longer_than_its_copy() -> None:
         part = torch.full((MIB // WORLD,), 3.0, device=DEVICE)
         for _ in range(2):
             with emulation.measure(DEVICE) as measured:
-                versions.all_gather(whole, part, None).wait()
+                torch_private.all_gather(whole, part, None).wait()
         assert measured.messages[0].seconds < 1e-3
         assert measured.messages[0].modelled_s == 0
         assert bool((whole == 3.0).all())
@@ -185,8 +185,8 @@ def test_blocks_that_move_the_data_take_the_same_time_and_move_it() -> None:
             torch.cuda.synchronize()
             emulation.links_of(DEVICE).delay(5e-3)
             with emulation.measure(DEVICE) as measured:
-                versions.all_gather(whole, part, None).wait()
-                versions.reduce_scatter(own, whole, None).wait()
+                torch_private.all_gather(whole, part, None).wait()
+                torch_private.reduce_scatter(own, whole, None).wait()
                 dist.all_reduce(summed)
             for message in measured.messages if i else ():  # the first builds the kernels
                 late[message.collective].append(message.seconds / message.modelled_s - 1)

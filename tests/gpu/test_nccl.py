@@ -10,8 +10,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from shardwise.comms import versions
-from shardwise.comms.real import Group
+from shardwise.engine import torch_private
+from shardwise.engine.collectives import Group
 
 try:
     import pytest
@@ -36,7 +36,7 @@ def test_a_grouped_gather_is_one_call_in_place_and_out_of_place() -> None:
             with torch.cuda.stream(lane):
                 torch.cuda._sleep(10_000_000)
                 torch._foreach_add_(inputs, 3.0) if in_place else [x.fill_(3.0) for x in inputs]
-                versions.all_gather_grouped(outputs, inputs, dist.group.WORLD).wait()
+                torch_private.all_gather_grouped(outputs, inputs, dist.group.WORLD).wait()
                 sums = [output.sum() for output in outputs]
             torch.cuda.current_stream(DEVICE).wait_stream(lane)
             assert [float(x) for x in sums] == [3.0 * size for size in SIZES]

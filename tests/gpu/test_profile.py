@@ -30,12 +30,12 @@ def run_profile(
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from shardwise.comms.emulated import Network, emulate
-    from shardwise.measurement import engines, step
-    from shardwise.measurement.engines import Precision
-    from shardwise.measurement.memory import free_device
-    from shardwise.measurement.models import Shape, make_model
-    from shardwise.measurement.profile.collect import profile
+    from shardwise.emulation.collectives import Network, emulate
+    from shardwise.emulation.models import Shape, make_model
+    from shardwise.lab import engines, step
+    from shardwise.lab.engines import Precision
+    from shardwise.profiling.collect import profile
+    from shardwise.profiling.footprint import free_device
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -119,7 +119,7 @@ def check_host_bound(found: dict[str, Any]) -> None:
     """A short batch, where the host limits the step and tracing slows the host: what is shown is as
     long as steps were without.
     """
-    from shardwise.measurement.profile.reading import RETIMED
+    from shardwise.profiling.reading import RETIMED
 
     assert found["labels"].get("note", RETIMED) == RETIMED, found["labels"]
     assert found["step_ms"] < 1.1 * float(found["labels"]["step_ms"]), found["labels"]

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.comms.emulated import Network, emulate
+from shardwise.emulation.collectives import Network, emulate
+from shardwise.engine.api import engine_of
 from shardwise.run_files import PLAN, TIMELINE
-from shardwise.runtime.api import engine_of
 from shardwise.timeline import Timeline
 from tests.ranks import Ranks
 

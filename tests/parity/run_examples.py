@@ -23,7 +23,7 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "shardwise.compat",
+    "shardwise.fsdp2",
     "accelerate",
     "transformers.models.llama.modeling_llama",
 )

@@ -155,7 +155,7 @@ def _wrong_device() -> None:
     """Case 24: a group that moves CUDA tensors only, a model on the CPU."""
     from unittest import mock
 
-    with mock.patch("shardwise.sharding.mesh.supported_devices", return_value={"cuda"}):
+    with mock.patch("shardwise.engine.mesh.supported_devices", return_value={"cuda"}):
         _shard("zero3", 2)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.runtime import local_step
-from shardwise.runtime.local_step import ELEMENTWISE
+from shardwise.engine import local_step
+from shardwise.engine.local_step import ELEMENTWISE
 from tests.ranks import Ranks
 
 KINDS = {kind.__name__: kind for kind in ELEMENTWISE}

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.workload import Workload
-from shardwise.planning.cost import Costs
+from shardwise.engine.api import engine_of
 from shardwise.planning.memory import count_kept, count_sent
-from shardwise.planning.schedule import works_of
-from shardwise.planning.schedule_engine import EngineSchedule
-from shardwise.planning.schedule_step import StepOptions
-from shardwise.runtime.api import engine_of
+from shardwise.predict.cost import Costs
+from shardwise.predict.engine_step import EngineSchedule
+from shardwise.predict.program import works_of
+from shardwise.predict.step import StepOptions
 from tests.parity.models import build, loss_sum, token_batch
 from tests.parity.oracle import MAX_NORM, OPTIMIZERS, STEPS, difference, indices, train_alone
 from tests.parity.test_parity import BOUND, STRATEGIES, SYNCS

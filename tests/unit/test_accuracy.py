@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from shardwise.cli import main
 from shardwise.description.cluster import Cluster
-from shardwise.measurement.accuracy import rows as accuracy
-from shardwise.measurement.accuracy import seeds as accuracy_seeds
-from shardwise.measurement.accuracy.calibrate import Calibration
-from shardwise.measurement.accuracy.cases import CASES
-from shardwise.measurement.accuracy.docs import draw_plot, write_docs
-from shardwise.measurement.accuracy.gpu import describe_case, predict, sizes_of
-from shardwise.measurement.accuracy.replay import PAUSE_S, Beside, in_step_order, replay
+from shardwise.lab.accuracy import rows as accuracy
+from shardwise.lab.accuracy import seeds as accuracy_seeds
+from shardwise.lab.accuracy.calibrate import Calibration
+from shardwise.lab.accuracy.cases import CASES
+from shardwise.lab.accuracy.docs import draw_plot, write_docs
+from shardwise.lab.accuracy.gpu import describe_case, predict, sizes_of
+from shardwise.lab.accuracy.replay import PAUSE_S, Beside, in_step_order, replay
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.cli import main
-from shardwise.kernels import attention_backends as backends
-from shardwise.kernels.attention import FlashAttention, attention
-from shardwise.kernels.attention_backends import Case, choose, forced
-from shardwise.kernels.attention_ops import attention_op
-from shardwise.kernels.attention_reference import (
+from shardwise.kernels.attention import backends
+from shardwise.kernels.attention.backends import Case, choose, forced
+from shardwise.kernels.attention.interface import FlashAttention, attention
+from shardwise.kernels.attention.ops import attention_op
+from shardwise.kernels.attention.reference import (
     plain_attention,
     plain_lse,
     tiled_backward,
@@ -199,8 +199,8 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 def interpret(shape: Shape, seed: int) -> list[float]:
     """Errors of o, lse, dq, dk, dv from the kernels."""
-    from shardwise.kernels import attention_launch as launch
-    from shardwise.kernels.attention_configs import Backward, Stash, Tiles
+    from shardwise.kernels.attention import launch
+    from shardwise.kernels.attention.configs import Backward, Stash, Tiles
 
     torch.set_num_threads(1)
     # Poison: under this mode torch fills each new tensor with NaN.

@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from shardwise.cli import main
-from shardwise.comms.emulated import Network
-from shardwise.measurement import benchmark, engines, memory, step
-from shardwise.measurement.benchmark import Row, Sample, Side
-from shardwise.measurement.emulation.run import joined
-from shardwise.measurement.engines import OPTIMIZER, Wrapped, largest_difference
-from shardwise.measurement.models import LM, Shape, make_model
+from shardwise.emulation.collectives import Network
+from shardwise.emulation.models import LM, Shape, make_model
+from shardwise.emulation.run import joined
+from shardwise.lab import engines, step
+from shardwise.lab.engines import OPTIMIZER, Wrapped, largest_difference
+from shardwise.profiling import footprint, timing
+from shardwise.profiling.timing import Row, Sample, Side
 
 TINY = Shape(layers=2, d_model=8, d_ff=16, heads=2, vocab=11)
 
 
 def test_spread_is_the_interquartile_range_or_of_few_values_the_whole():
-    assert benchmark.spread([5.0]) == 0
-    assert benchmark.spread([1.0, 9.0, 5.0]) == 8
-    assert benchmark.spread([1.0, 2.0, 3.0, 4.0, 1000.0]) == 2
+    assert timing.spread([5.0]) == 0
+    assert timing.spread([1.0, 9.0, 5.0]) == 8
+    assert timing.spread([1.0, 2.0, 3.0, 4.0, 1000.0]) == 2
 
 
 def test_ratios_are_ours_over_theirs():
@@ -66,7 +67,7 @@ def test_a_device_is_timed_with_its_host_ahead(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("idle"))
-    took = benchmark.time_ahead(
+    took = timing.time_ahead(
         lambda: happened.append("step"), happened.append, [Sample(9, 10), Sample(9, 100)], watch()
     )
     assert took == (5.0, "seen")
@@ -87,13 +88,11 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
         return answer
 
     monkeypatch.setattr(engines, "_meshes", {})
-    monkeypatch.setattr(memory, "free_device", lambda: 100)
+    monkeypatch.setattr(footprint, "free_device", lambda: 100)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
-    monkeypatch.setattr(memory, "peaks_on_cuda", lambda run: play(run, (700, 3000)))
-    monkeypatch.setattr(benchmark, "time_on_cuda", benchmark.time_on_host(lambda: None))
-    monkeypatch.setattr(
-        benchmark, "time_ahead", lambda run, *_: play(run, (float(next(ahead)), None))
-    )
+    monkeypatch.setattr(footprint, "peaks_on_cuda", lambda run: play(run, (700, 3000)))
+    monkeypatch.setattr(timing, "time_on_cuda", timing.time_on_host(lambda: None))
+    monkeypatch.setattr(timing, "time_ahead", lambda run, *_: play(run, (float(next(ahead)), None)))
     with joined(0, 8), step._network(case) as emulation:
         monkeypatch.setattr(emulation, "links_of", lambda device: SimpleNamespace(delay=None))
         sides, _, settings = step._measure_on_gpu(family, case, "zero3", emulation)
@@ -108,20 +107,18 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
 def test_candidates_take_turns_after_their_warm_up():
     ran = []
     steps = {"a": lambda: ran.append("a"), "b": lambda: ran.append("b")}
-    samples = benchmark.alternate(
-        steps, rounds=3, warmup=2, timer=benchmark.time_on_host(lambda: None)
-    )
+    samples = timing.alternate(steps, rounds=3, warmup=2, timer=timing.time_on_host(lambda: None))
     assert "".join(ran) == "aabb" + "ab" + "ba" + "ab"
     assert [len(samples[name]) for name in "ab"] == [3, 3]
     assert all(s.step_ms >= s.cpu_ms >= 0 for s in samples["a"])
 
 
 def test_the_environment_is_recorded():
-    found = benchmark.describe_environment()
+    found = timing.describe_environment()
     assert found["torch"] == torch.__version__
     assert found["commit"] and found["cpu"] and found["cores"] >= 1
     assert found["virtual"] in (True, False)
-    assert benchmark.describe_environment("abc")["commit"] == "abc"
+    assert timing.describe_environment("abc")["commit"] == "abc"
 
 
 def test_the_peak_on_a_cpu_counts_what_lives_at_one_time():
@@ -136,7 +133,7 @@ def test_the_peak_on_a_cpu_counts_what_lives_at_one_time():
 
         return run
 
-    assert memory.peak_on_cpu(build) == 4 * 51_000
+    assert footprint.peak_on_cpu(build) == 4 * 51_000
 
 
 def test_the_peak_of_a_trace_is_inside_the_marked_step_and_above_its_start():
@@ -145,8 +142,8 @@ def test_the_peak_of_a_trace_is_inside_the_marked_step_and_above_its_start():
 
     mark = {"name": "shardwise.peak", "ts": 5, "dur": 10}
     events = [mark, event(1, 107, 7), event(2, 900, 793), event(3, 150, -750), event(20, 999, 1)]
-    assert memory.read_peak(events) == 50
-    assert memory.read_peak([*events, event(6, 190, 40)]) == 90
+    assert footprint.read_peak(events) == 50
+    assert footprint.read_peak([*events, event(6, 190, 40)]) == 90
 
 
 def test_the_large_model_is_the_design_s():
@@ -239,8 +236,8 @@ def test_a_quick_run_writes_every_figure(tmp_path):
 EMULATED = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from shardwise.comms import versions
-from shardwise.comms.emulated import Network, emulate
+from shardwise.engine import torch_private as versions
+from shardwise.emulation.collectives import Network, emulate
 from shardwise.measurement import engines
 from shardwise.measurement.models import Shape, make_model
 

@@ -23,8 +23,8 @@ from shardwise.description.preset import known_presets, load_preset
 from shardwise.description.trace import TraceOptions, trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
-from shardwise.measurement.memory import peak_on_cpu
-from shardwise.planning.describe import describe, describe_preset, describe_trace, trace_model
+from shardwise.predict.describe import describe, describe_preset, describe_trace, trace_model
+from shardwise.profiling.footprint import peak_on_cpu
 from shardwise.trainer.model import LM
 from shardwise.trainer.sizes import SIZES, Size, parameter_count
 

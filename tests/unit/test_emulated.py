@@ -25,19 +25,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.cli import main
-from shardwise.comms import versions
-from shardwise.comms.emulated import Network, Transfer, emulate
-from shardwise.comms.emulated_device import Move, deal, places_of
-from shardwise.comms.emulated_exposure import Note, merge, summarize
-from shardwise.comms.emulated_links import HostLinks
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members, collective_time
-from shardwise.measurement.emulation.engines import Subject, build
-from shardwise.measurement.emulation.network import ClusterNetwork
-from shardwise.measurement.emulation.run import Job, joined, run, ways_to_keep_less
+from shardwise.emulation.collectives import Network, Transfer, emulate
+from shardwise.emulation.device import Move, deal, places_of
+from shardwise.emulation.engines import Subject, build
+from shardwise.emulation.exposure import Note, merge, summarize
+from shardwise.emulation.links import HostLinks
+from shardwise.emulation.network import ClusterNetwork
+from shardwise.emulation.run import Job, joined, run, ways_to_keep_less
+from shardwise.engine import torch_private
+from shardwise.engine.api import engine_of
 from shardwise.planning.memory import count_sent
 from shardwise.planning.plan import Plan
-from shardwise.runtime.api import engine_of
 
 CPU = torch.device("cpu")
 SUBJECT = Subject("tiny", batch=1, length=8)
@@ -162,7 +162,7 @@ def test_no_collective_is_quicker_than_modelled() -> None:
         for _ in range(9):
             whole, part = torch.zeros(2**18), torch.zeros(2**16)
             began = time.perf_counter()
-            versions.all_gather(whole, part, None).wait()
+            torch_private.all_gather(whole, part, None).wait()
             taken.append(time.perf_counter() - began)
         modelled = emulation.transfer("all_gather", 2**20, dist.group.WORLD).seconds
     assert modelled == pytest.approx(2e-3 + 2**20 * 3 / 4 / 1e8)
@@ -177,7 +177,7 @@ def test_two_groups_over_a_shared_link_take_the_sum() -> None:
         with emulation.measure(CPU) as measured:
             began = time.perf_counter()
             works = [
-                versions.all_gather(torch.zeros(2**18), torch.zeros(2**16), group)
+                torch_private.all_gather(torch.zeros(2**18), torch.zeros(2**16), group)
                 for group in (None, other)
             ]
             for work in works:
@@ -194,8 +194,8 @@ def test_a_free_network_delivers_and_takes_no_time() -> None:
         emulation.mode = "free"
         whole, part = torch.zeros(8), torch.zeros(2)
         with emulation.measure(CPU) as measured:
-            versions.all_gather(whole, torch.tensor([1.0, 2.0]), None).wait()
-            versions.reduce_scatter(part, torch.arange(8.0), None).wait()
+            torch_private.all_gather(whole, torch.tensor([1.0, 2.0]), None).wait()
+            torch_private.reduce_scatter(part, torch.arange(8.0), None).wait()
             dist.all_reduce(part)
     assert whole.tolist() == [1.0, 2.0] * 4
     assert part.tolist() == [2.0, 3.0]
@@ -210,7 +210,7 @@ def test_a_grouped_gather_is_one_message() -> None:
         own[0].copy_(torch.tensor([1.0, 2.0]))
         own[1].copy_(torch.tensor([3.0, 4.0, 5.0]))
         with emulation.measure(CPU) as measured:
-            versions.all_gather_grouped(outputs, own, dist.group.WORLD).wait()
+            torch_private.all_gather_grouped(outputs, own, dist.group.WORLD).wait()
     assert full.tolist() == [1.0, 2.0] * 4 + [3.0, 4.0, 5.0] * 4
     assert emulation.calls == {"all_gather": 1} and emulation.sent["all_gather"] == 80
     (message,) = measured.messages
@@ -229,8 +229,8 @@ def test_every_gather_mode_meets_the_network() -> None:
 
 def test_names_and_models_are_as_before_when_it_closes() -> None:
     def replaced() -> tuple[object, ...]:
-        single = dist.all_reduce, getattr(dist, versions.ALL_GATHER)
-        return *single, versions.all_gather_grouped, DistributedDataParallel.forward
+        single = dist.all_reduce, getattr(dist, torch_private.ALL_GATHER)
+        return *single, torch_private.all_gather_grouped, DistributedDataParallel.forward
 
     before = replaced()
     with joined(0, 2):
@@ -284,11 +284,11 @@ def _interpret() -> None:
 
 def _deliver() -> list[float]:
     """Two pieces, 20 and 13 elements, into 4 rows each, in three jobs of up to 16 elements."""
-    from shardwise.comms import emulated_kernels
+    from shardwise.emulation import kernels
 
     source, full = torch.arange(64.0), torch.full((137,), -1.0)
     jobs = torch.tensor(deal(((0, 0, 20), (80, 30, 13)), block=8, workers=3))
-    emulated_kernels.deliver[(len(jobs),)](full, source, jobs, 4, BLOCK=8, ALIGNED=False)
+    kernels.deliver[(len(jobs),)](full, source, jobs, 4, BLOCK=8, ALIGNED=False)
     return full.tolist()
 
 
@@ -305,7 +305,7 @@ def stepping(engine: str, plan: Plan) -> Iterator[tuple[object, object]]:
         emulation.sent.clear()
         candidate.step()
         for parameter in candidate.model.parameters():
-            assert torch.isfinite(versions.local_of(parameter)).all()
+            assert torch.isfinite(torch_private.local_of(parameter)).all()
         yield emulation, candidate.model
 
 

@@ -9,17 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.comms.emulated_clock import (
-    COPIED,
-    DONE,
-    ISSUED,
-    LANES,
-    SILENT,
-    Clock,
-    Page,
-    _Times,
-)
-from shardwise.comms.emulated_links import MOST_LINKS, Transfer
+from shardwise.emulation.clock import COPIED, DONE, ISSUED, LANES, SILENT, Clock, Page, _Times
+from shardwise.emulation.links import MOST_LINKS, Transfer
 
 WIRE = (("wire", 1.0),)
 
@@ -161,7 +152,7 @@ def test_streams_do_not_wait_for_a_clock_that_is_gone(capfd: pytest.CaptureFixtu
 def test_the_process_ends_with_its_parent() -> None:
     script = (
         "import os, signal\n"
-        "from shardwise.comms.emulated_clock import Clock\n"
+        "from shardwise.emulation.clock import Clock\n"
         "print(Clock()._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

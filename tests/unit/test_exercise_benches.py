@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from shardwise.cli import main
+from shardwise.emulation.models import Shape, make_model
 from shardwise.errors import UserError
-from shardwise.measurement.exercises import seed004
-from shardwise.measurement.exercises.forward_backward import summarize
-from shardwise.measurement.exercises.fresh import run_fresh
-from shardwise.measurement.exercises.memory import Subject
-from shardwise.measurement.exercises.memory_trace import (
+from shardwise.lab.exercises import seed004
+from shardwise.lab.exercises.forward_backward import summarize
+from shardwise.lab.exercises.fresh import run_fresh
+from shardwise.lab.exercises.memory import Subject
+from shardwise.lab.exercises.memory_trace import (
     MODULE,
     PHASE,
     Allocation,
@@ -26,9 +27,8 @@ from shardwise.measurement.exercises.memory_trace import (
     read_trace,
     thin_out,
 )
-from shardwise.measurement.exercises.sizes import Case, explain_failure
-from shardwise.measurement.models import Shape, make_model
-from shardwise.measurement.rows import RowFile
+from shardwise.lab.exercises.sizes import Case, explain_failure
+from shardwise.lab.rows import RowFile
 
 CPU = {"environment": {"gpu": None}}
 

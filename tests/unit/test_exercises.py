@@ -11,12 +11,10 @@ from shardwise.description.cluster import Cluster
 from shardwise.description.preset import load_preset
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
-from shardwise.planning import exercises
-from shardwise.planning import exercises_memory as memory
-from shardwise.planning import exercises_time as time
-from shardwise.planning.describe import describe_preset
-from shardwise.planning.exercises_memory import GB, GIB
+from shardwise.lab.paper import exercises, memory, time
+from shardwise.lab.paper.memory import GB, GIB
 from shardwise.planning.memory import count_kept, count_sent
+from shardwise.predict.describe import describe_preset
 
 V5P = time.Chip.of(Cluster.load("tpu-v5p"))
 GIVEN = time.Layer(16384, 53248, x=16, y=4, axes_x=2, axes_y=1)

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from shardwise.reporting.compose import find_in
-from shardwise.reporting.finding import Finding
-from shardwise.reporting.findings import choose, find
-from shardwise.reporting.findings_wire import FIRST, LAST, LATE, TURN, WIRE, explain
+from shardwise.reporting.findings.find import choose, find
+from shardwise.reporting.findings.finding import Finding
+from shardwise.reporting.findings.wire import FIRST, LAST, LATE, TURN, WIRE, explain
 from shardwise.reporting.run import read_run
 from shardwise.reporting.words import (
     name_collective,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.comms.real import Group
+from shardwise.engine.collectives import Group
 from shardwise.planning.strategies import IN_PLACE_FROM_BYTES, choose_gather
 
 LARGE = 4 * IN_PLACE_FROM_BYTES

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.cli.plan import Question
 from shardwise.planning.plan import Plan
-from shardwise.planning.plan_cli import Question
 
 ASK = ["plan", "--model", "tiny", "--tokens", "16384", "--sequence", "256"]
 

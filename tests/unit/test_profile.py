@@ -7,27 +7,15 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comms import marks as marking
-from shardwise.comms.marks import BufferMark, Call, Marks, Range, Wait
-from shardwise.measurement.profile import device as profile_device
-from shardwise.measurement.profile import host as profile_host
-from shardwise.measurement.profile.carry import Carry
-from shardwise.measurement.profile.collect import NothingProfiled
-from shardwise.measurement.profile.memory import (
-    Block,
-    Owned,
-    Owners,
-    assign_roles,
-    draw_curve,
-    host_blocks,
-)
-from shardwise.measurement.profile.spans import (
-    HostPieces,
-    Transfer,
-    cut_host,
-    part_waiting,
-)
-from shardwise.measurement.profile.trace import Allocation, Event, Kernel, Trace
+from shardwise.engine import marks as marking
+from shardwise.engine.marks import BufferMark, Call, Marks, Range, Wait
+from shardwise.profiling import device as profile_device
+from shardwise.profiling import host as profile_host
+from shardwise.profiling.carry import Carry
+from shardwise.profiling.collect import NothingProfiled
+from shardwise.profiling.memory import Block, Owned, Owners, assign_roles, draw_curve, host_blocks
+from shardwise.profiling.spans import HostPieces, Transfer, cut_host, part_waiting
+from shardwise.profiling.trace import Allocation, Event, Kernel, Trace
 from shardwise.timeline import COMPUTE, Span, Timeline
 
 MS = 1_000_000

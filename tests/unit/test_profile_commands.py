@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.measurement.profile.cli import insert_runner
+from shardwise.cli.profile import insert_runner
 from shardwise.timeline import COMPUTE, Timeline
 
 
@@ -42,7 +42,7 @@ def test_the_command_says_what_it_cannot_read_or_make(tmp_path: Path, capfd) -> 
     ],
 )
 def test_the_runner_goes_before_the_script(command: str, expected: str) -> None:
-    runner = "-m shardwise.measurement.profile.run"
+    runner = "-m shardwise.profiling.run"
     assert " ".join(insert_runner(command.split())) == expected.replace("RUN", runner)
 
 

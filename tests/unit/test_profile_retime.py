@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.comms.marks import Call, Marks
-from shardwise.measurement.profile import device as profile_device
-from shardwise.measurement.profile.carry import Carry
-from shardwise.measurement.profile.memory import Owners
-from shardwise.measurement.profile.ranks import Peers
-from shardwise.measurement.profile.reading import RETIMED, Choice, Collected, choose
-from shardwise.measurement.profile.retime import retime
-from shardwise.measurement.profile.steps import Steps
-from shardwise.measurement.profile.trace import Kernel, Trace
+from shardwise.engine.marks import Call, Marks
+from shardwise.profiling import device as profile_device
+from shardwise.profiling.carry import Carry
+from shardwise.profiling.memory import Owners
+from shardwise.profiling.ranks import Peers
+from shardwise.profiling.reading import RETIMED, Choice, Collected, choose
+from shardwise.profiling.retime import retime
+from shardwise.profiling.steps import Steps
+from shardwise.profiling.trace import Kernel, Trace
 
 pytestmark = pytest.mark.usefixtures("no_group")
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise as sw
-from shardwise.measurement.emulation.run import joined
+from shardwise.emulation.run import joined
 
 pytestmark = pytest.mark.usefixtures("no_group")
 

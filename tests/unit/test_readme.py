@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.measurement.attention.seed import tables_4_and_5
-from shardwise.measurement.exercises import seed004
-from shardwise.measurement.step import BLOCKS
+from shardwise.lab.attention.seed import tables_4_and_5
+from shardwise.lab.exercises import seed004
+from shardwise.lab.step import BLOCKS
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,13 +8,13 @@ import pytest
 
 from shardwise.description.collectives import Members
 from shardwise.description.workload import Workload
-from shardwise.planning.cost import Costs
-from shardwise.planning.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
+from shardwise.lab.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
 from shardwise.planning.plan import Plan
-from shardwise.planning.schedule import Program, lay_work, rounded, scaled, works_of
-from shardwise.planning.schedule_engine import EngineSchedule
-from shardwise.planning.schedule_step import StepOptions
-from shardwise.planning.simulate import simulate
+from shardwise.predict.cost import Costs
+from shardwise.predict.engine_step import EngineSchedule
+from shardwise.predict.program import Program, lay_work, rounded, scaled, works_of
+from shardwise.predict.simulate import simulate
+from shardwise.predict.step import StepOptions
 from tests.unit.test_simulate import CLUSTER, model, resolved
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.cli.plan import Question
 from shardwise.description.cluster import Cluster
 from shardwise.description.preset import load_preset
 from shardwise.description.workload import Workload
-from shardwise.planning.describe import describe, describe_preset
 from shardwise.planning.plan import Plan
-from shardwise.planning.plan_cli import Question
-from shardwise.planning.ranking import GB, MEMORY_MARGIN
-from shardwise.planning.schedule_step import StepOptions
-from shardwise.planning.search import _Search, _splits, plan, search
-from shardwise.planning.search_models import as_source, checkpointed
-from shardwise.planning.simulate import simulate
 from shardwise.planning.strategies import REDUCES
+from shardwise.predict.describe import describe, describe_preset
+from shardwise.predict.models import as_source, checkpointed
+from shardwise.predict.ranking import GB, MEMORY_MARGIN
+from shardwise.predict.search import _Search, _splits, plan, search
+from shardwise.predict.simulate import simulate
+from shardwise.predict.step import StepOptions
 
 CLUSTER = Cluster.load("h100x8")
 WORKLOAD = Workload(256, 4)

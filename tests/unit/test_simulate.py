@@ -24,18 +24,18 @@ from shardwise.description.model import (
     UnitDescription,
 )
 from shardwise.description.workload import Workload
-from shardwise.planning.cost import Costs
-from shardwise.planning.describe import describe
+from shardwise.engine.api import shard
+from shardwise.engine.gradients import Gradients
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
-from shardwise.planning.schedule import Op, Program
-from shardwise.planning.schedule_step import StepOptions
-from shardwise.planning.search_models import checkpointed, cut_described
-from shardwise.planning.simulate import fold, mesh_axes, simulate
-from shardwise.planning.simulate_events import Rank, run
 from shardwise.planning.strategies import SYNCS
-from shardwise.runtime.api import shard
-from shardwise.sharding.gradients import Gradients
+from shardwise.predict.cost import Costs
+from shardwise.predict.describe import describe
+from shardwise.predict.events import Rank, run
+from shardwise.predict.models import checkpointed, cut_described
+from shardwise.predict.program import Op, Program
+from shardwise.predict.simulate import fold, mesh_axes, simulate
+from shardwise.predict.step import StepOptions
 from shardwise.timeline import COMPUTE, Timeline
 from tests.parity.models import build
 
@@ -245,8 +245,8 @@ def test_accumulation_and_checkpointing_move_memory() -> None:
 
 
 def test_the_order_alone_gives_the_peak() -> None:
-    from shardwise.planning.schedule import works_of
-    from shardwise.planning.schedule_engine import EngineSchedule
+    from shardwise.predict.engine_step import EngineSchedule
+    from shardwise.predict.program import works_of
 
     description = model()
     plan = resolved(Plan.of("zero3", 4), description)

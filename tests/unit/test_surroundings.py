@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.comms import gloo_threads, versions
-from shardwise.compat.meshes import default_mesh
+from shardwise.engine import gloo_threads, torch_private
+from shardwise.engine.mesh import default_device
+from shardwise.fsdp2.meshes import default_mesh
 from shardwise.planning.settings import Settings
-from shardwise.sharding.mesh import default_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,14 +108,14 @@ def test_a_plan_for_one_under_torchrun_is_an_error(monkeypatch, no_group):
 def test_a_torch_beyond_the_tested_ones_is_told_once(monkeypatch):
     for version, expected in (("2.11.0", 0), ("2.13.1+cpu", 0), ("2.14.0a0", 1), ("3.0", 1)):
         monkeypatch.setattr(torch, "__version__", version)
-        versions.warn_if_untested.cache_clear()
+        torch_private.warn_if_untested.cache_clear()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            versions.warn_if_untested()
-            versions.warn_if_untested()
+            torch_private.warn_if_untested()
+            torch_private.warn_if_untested()
         assert len(said) == expected
         assert not said or "tested with torch 2.11 to 2.13" in str(said[0].message)
-    versions.warn_if_untested.cache_clear()
+    torch_private.warn_if_untested.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sees threads in /proc")
@@ -188,8 +188,8 @@ def test_every_setting_has_a_type_and_a_meaning():
 
 def test_what_the_package_says_of_itself():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert f"torch>={versions.TESTED[0]}" in project["project"]["dependencies"]
-    tested = f"torch {versions.TESTED[0]} to {versions.TESTED[1]}"
+    assert f"torch>={torch_private.TESTED[0]}" in project["project"]["dependencies"]
+    tested = f"torch {torch_private.TESTED[0]} to {torch_private.TESTED[1]}"
     for name in ("README.md", "pyproject.toml"):
         assert tested in (ROOT / name).read_text(), name
     assert "Typing :: Typed" in project["project"]["classifiers"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.planning.placement import lay_out
+from shardwise.planning.rows import lay_out
 from shardwise.planning.strategies import choose_gather
 from shardwise.planning.units import UnitSpec
 

@@ -6,15 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.reporting.compose import (
-    curves,
-    describe,
-    find_in,
-    side,
-    unit_rows,
-    wire,
-)
-from shardwise.reporting.finding import SHOWN, Finding
+from shardwise.reporting.compose import curves, describe, find_in, side, unit_rows, wire
+from shardwise.reporting.findings.finding import SHOWN, Finding
 from shardwise.reporting.run import Run
 from shardwise.reporting.words import PARTS, join, name_units, show_bytes, show_share, show_time
 from shardwise.run_files import TRACED, UNTRACED

@@ -12,9 +12,9 @@ from typing import Any
 
 from shardwise.description.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.reporting.finding import Finding
-from shardwise.reporting.findings import choose, find
-from shardwise.reporting.findings_run import find_in_metrics
+from shardwise.reporting.findings.find import choose, find
+from shardwise.reporting.findings.finding import Finding
+from shardwise.reporting.findings.run import find_in_metrics
 from shardwise.reporting.run import Run
 from shardwise.reporting.text import summarize
 from shardwise.reporting.units import count_bytes, plan_bytes

@@ -12,16 +12,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.reporting import shape
-from shardwise.run_files import (
-    CONFIG,
-    FACTS,
-    MEMORY,
-    MESSAGES,
-    METRICS,
-    PLAN,
-    PREDICTED,
-    TIMELINE,
-)
+from shardwise.run_files import CONFIG, FACTS, MEMORY, MESSAGES, METRICS, PLAN, PREDICTED, TIMELINE
 from shardwise.timeline import Timeline
 
 

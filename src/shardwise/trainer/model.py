@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import checkpoint as activation_checkpoint
 
-from shardwise.kernels.attention import attention
+from shardwise.kernels.attention.interface import attention
 from shardwise.trainer.sizes import CHECKPOINT_KINDS, CheckpointKind, Size
 
 IGNORED = -100  # a target with this value carries no loss

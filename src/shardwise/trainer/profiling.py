@@ -13,9 +13,9 @@ import shardwise as sw
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
-from shardwise.measurement.profile.collect import NothingProfiled
-from shardwise.measurement.profile.files import choose_cluster
-from shardwise.planning.schedule_step import StepOptions
+from shardwise.predict.step import StepOptions
+from shardwise.profiling.collect import NothingProfiled
+from shardwise.profiling.files import choose_cluster
 from shardwise.run_files import PREDICTED
 from shardwise.timeline import Timeline
 from shardwise.trainer.config import TrainConfig

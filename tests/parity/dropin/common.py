@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 
-from shardwise.comms.versions import ALL_GATHER, REDUCE_SCATTER
+from shardwise.engine.torch_private import ALL_GATHER, REDUCE_SCATTER
 
 BOUND = 1e-5  # relative, per tensor
 WIDTH = 8

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from shardwise.comms.versions import ALL_GATHER, REDUCE_SCATTER
+from shardwise.engine.torch_private import ALL_GATHER, REDUCE_SCATTER
 from tests.parity.dropin.catalog import Api, case
 from tests.parity.dropin.common import (
     WIDTH,

@@ -1,0 +1,67 @@
+"""The command line: `shardwise COMMAND`.
+
+Each command registers itself from a small module of its own, which imports what is heavy only when
+the command runs, so that `--help` answers at once.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from shardwise import processor
+from shardwise.children import ChildFailed, supervise
+from shardwise.errors import UserError
+
+# Modules with `add_parser(subparsers)`, in the order of `--help`. The parser's default `command` is
+# called with the parsed arguments.
+COMMANDS = (
+    "shardwise.cli.plan",
+    "shardwise.cli.train",
+    "shardwise.cli.report",
+    "shardwise.cli.profile",
+    "shardwise.lab.cli",
+    "shardwise.cli.calibrate",
+    "shardwise.cli.emulate",
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="shardwise",
+        description="Sharded data-parallel training for PyTorch.",
+        epilog="examples:\n"
+        "  shardwise plan --model xl --cluster h100x8 --tokens 131072\n"
+        "  shardwise train --plan zero3 --nproc 2 --steps 60 --out run\n"
+        "  shardwise report run\n"
+        "  shardwise COMMAND --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(name).add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command: 0 for success, 1 for failure, 2 for wrong input, 130 for Ctrl-C."""
+    arguments = build_parser().parse_args(argv)
+    processor.settle()
+    try:
+        arguments.command(arguments)
+    except UserError as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 2
+    except ChildFailed as error:
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("shardwise: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def start() -> int:
+    """The program: a command in a process of its own, so that none dies without a word."""
+    return supervise(main)

@@ -1,0 +1,387 @@
+"""`shardwise plan`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from shardwise.predict.ranking import Candidate, Ranking
+
+_HELP = """\
+A plan says how a model is trained in parallel: the mesh (replicas x shards), which parameters
+travel together, and what is kept, gathered ahead and reduced when. This command tries the
+strategies, meshes, micro-batch sizes and settings, drops what does not fit in memory, simulates one
+step of the rest on all ranks, and ranks them by step time.
+
+reading the table:
+  step      predicted milliseconds of one optimizer step; the fastest plan is first
+  peak      the most memory of a rank, in 1e9 bytes, and what is to spare
+  exposed   communication during which compute stands still: sharding more adds to it
+  contention  what communication kernels cost the compute they run beside
+  host      the device waits for the host: too many small units
+
+--what-if KEY=VALUE asks the same question of a changed world, and shows both answers; the plan that
+is written is the first one's. Keys:
+  sequence=8192  world=64  tokens=4194304     the work and the ranks
+  model=llama8b  cluster=h200x8               another model, other machines
+  compute_dtype=float32  reduce_dtype=...     the precision
+  budget_gb=40                                the memory a rank may use
+  nvlink=x0.5  infiniband=100e9               a link's bytes/s, or a multiple of it
+  contention=0  memory_gb=141                 what communication takes of compute; the device
+
+--exercise NAME shows a worked example of planning on paper.
+
+examples:
+  shardwise plan --model xl --cluster h100x8 --tokens 131072
+  shardwise plan --model llama8b --world 64 --tokens 1048576 --what-if infiniband=x2
+  shardwise plan --model llama8b --cluster h200x8 --tokens 65536 --budget-gb 60 --out plan.json
+  shardwise plan --model tiny --cluster cpu-gloo --world 2 --tokens 2048 --sequence 128
+The output ends with the command that trains under the plan.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="find the fastest plan that fits, before anything runs",
+        description="Predicts step time and memory of many plans and writes the best one.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="tiny, small, medium, large, xl, 2.7b, llama1b, llama8b, llama70b, llama405b, xxl, "
+        "ffn8",
+    )
+    parser.add_argument(
+        "--cluster",
+        default="h100x8",
+        metavar="NAME|FILE",
+        help="v100x8, a100x8, h100x8, h200x8, h200x8-measured, b200x8, tpu-v5p, cpu-gloo, or a "
+        "file that `shardwise calibrate` wrote; default: %(default)s",
+    )
+    parser.add_argument("--world", type=int, metavar="N", help="ranks; default: one node")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of one step, all ranks together")
+    parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="default: 2048")
+    parser.add_argument(
+        "--compute-dtype",
+        metavar="D",
+        help="default: bfloat16, or float32 where that is quicker (a CPU)",
+    )
+    parser.add_argument("--reduce-dtype", metavar="D", help="of gradients; default: float32")
+    parser.add_argument("--budget-gb", type=float, metavar="X", help="memory of a rank, 1e9 bytes")
+    parser.add_argument("--strategies", metavar="A,B", help="only these; default: all")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="rows; default: 8")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("plan.json"),
+        metavar="FILE",
+        help="write the best plan here; default: %(default)s",
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write its step for Perfetto")
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="ask again of a changed world, see below; may be repeated",
+    )
+    parser.add_argument("--exercise", metavar="NAME", help="a worked example; `list` names them")
+    parser.set_defaults(command=plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is planned."""
+
+    model: str
+    cluster: str
+    world: int | None
+    tokens: int
+    sequence: int
+    compute_dtype: str | None
+    reduce_dtype: str | None
+    budget_gb: float | None
+    memory_gb: float | None = None
+    contention: float | None = None
+    links: tuple[tuple[str, str], ...] = ()
+    strategies: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+
+    def __post_init__(self) -> None:
+        from shardwise.planning.plan import DTYPES
+
+        for name in ("world", "tokens", "sequence"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}, expected a whole number of at least 1")
+        for name in ("budget_gb", "memory_gb"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise UserError(f"{name} is {value}, expected a number above 0, in 1e9 bytes")
+        if self.contention is not None and not 0 <= self.contention < 1:
+            raise UserError(
+                f"contention is {self.contention}, expected the share of compute that "
+                "communication takes: at least 0 and below 1"
+            )
+        for name in ("compute_dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in DTYPES:
+                raise UserError(f"--{name.replace('_', '-')} {value!r}{nearest(value, DTYPES)}")
+
+    def changed(self, assignments: list[str]) -> Question:
+        """The question with every KEY=VALUE applied; unknown keys are links' names."""
+        values: dict[str, Any] = {}
+        links = list(self.links)
+        kinds: dict[str, Any] = {
+            "world": int, "tokens": int, "sequence": int, "budget_gb": float, "memory_gb": float,
+            "contention": float, "compute_dtype": str, "reduce_dtype": str, "cluster": str,
+            "model": str,
+        }  # fmt: skip
+        for text in assignments:
+            key, equals, value = text.partition("=")
+            key = "sequence" if key == "seq" else key
+            if not (key and equals and value):
+                raise UserError(f"--what-if {text}: expected KEY=VALUE, such as sequence=8192")
+            if key not in kinds:
+                links.append((key, value))
+                continue
+            try:
+                values[key] = kinds[key](value)
+            except ValueError as error:
+                kind = "a whole number" if kinds[key] is int else "a number"
+                raise UserError(
+                    f"--what-if {text}: expected {kind}; several changes are given as "
+                    f"--what-if {key}=... --what-if ..."
+                ) from error
+        try:
+            return dataclasses.replace(self, links=tuple(links), **values)
+        except UserError as error:
+            raise UserError(f"--what-if {', '.join(assignments)}: {error}") from error
+
+    def load_cluster(self) -> Any:
+        from shardwise.description.cluster import Cluster
+
+        cluster = Cluster.load(self.cluster)
+        for name, value in self.links:
+            names = [level.name for level in cluster.levels]
+            if name not in names:
+                settings = (f.name for f in dataclasses.fields(self))
+                valid = (*names, *(n for n in settings if n not in ("links", "strategies")))
+                raise UserError(f"--what-if: unknown key {name!r}{nearest(name, valid)}")
+            levels = tuple(
+                _with_bandwidth(level, value) if level.name == name else level
+                for level in cluster.levels
+            )
+            cluster = dataclasses.replace(cluster, levels=levels)
+        if self.memory_gb is not None:
+            device = dataclasses.replace(cluster.device, memory_bytes=self.memory_gb * 1e9)
+            cluster = dataclasses.replace(cluster, device=device)
+        if self.contention is not None:
+            cluster = dataclasses.replace(cluster, communication_share_of_compute=self.contention)
+        return cluster
+
+    def check(self) -> tuple[Any, int, int]:
+        """The cluster, the ranks and the sequences of one: wrong input is told before a search."""
+        from shardwise.description.preset import load_preset
+
+        load_preset(self.model)
+        cluster = self.load_cluster()
+        world = self.world or cluster.ranks_per_node or 1
+        least = world * self.sequence
+        per_rank, rest = divmod(self.tokens, least)
+        if rest or per_rank < 1:
+            raise UserError(
+                f"{self.tokens} tokens a step do not divide into sequences of {self.sequence} on "
+                f"{world} ranks: give --tokens as a multiple of {least}, such as "
+                f"{max(1, round(self.tokens / least)) * least}"
+            )
+        return cluster, world, per_rank
+
+    def answer(self) -> Ranking:
+        from shardwise.description.workload import Workload
+        from shardwise.predict.search import search
+
+        cluster, world, per_rank = self.check()
+        try:
+            return search(
+                self.model,
+                cluster,
+                Workload(self.sequence, per_rank),
+                self.budget_gb,
+                world=world,
+                compute_dtype=self.compute_dtype,
+                reduce_dtype=self.reduce_dtype,
+                strategies=self.strategies,
+            )
+        except ValueError as error:
+            raise UserError(f"{self.model} on {self.cluster}: {error}") from error
+
+
+def _with_bandwidth(level: Any, value: str) -> Any:
+    """A link with another bandwidth, and without the points that were measured at the old one."""
+    try:
+        bandwidth = (
+            level.bandwidth_bytes_per_s * float(value[1:]) if value[0] == "x" else float(value)
+        )
+        return dataclasses.replace(level, bandwidth_bytes_per_s=bandwidth, points=())
+    except ValueError as error:
+        raise UserError(
+            f"--what-if {level.name}={value}: expected bytes/s, such as 100e9, or a factor, such "
+            f"as x2 ({error})"
+        ) from error
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Answer, print, write."""
+    if arguments.exercise is not None:
+        _show_exercise(arguments.exercise)
+        return
+    for name in ("model", "tokens"):
+        if getattr(arguments, name) is None:
+            raise UserError(f"--{name} is needed, as in: --model xl --tokens 131072")
+    if arguments.top < 1:
+        raise UserError(f"--top {arguments.top}: expected at least 1 row")
+    for path in (arguments.out, arguments.trace):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise UserError(f"{path} is a folder: give the name of a file to write, in it or not")
+    question = _question(arguments)
+    changed = question.changed(arguments.what_if)
+    question.check()
+    changed.check()
+    ranking = question.answer()
+    if not len(ranking) and not arguments.what_if:
+        raise UserError(ranking.explain())
+    _print(question, ranking, arguments.top, "as asked")
+    if arguments.what_if:
+        other = changed.answer()
+        _print(changed, other, arguments.top, "what if " + ", ".join(arguments.what_if))
+        if len(ranking) and len(other):
+            before, after = ranking[0].step_ms, other[0].step_ms
+            print(f"\nThe best step goes from {before:.1f} to {after:.1f} ms.")
+    if not len(ranking):
+        raise UserError(f"no plan as asked, so {arguments.out} is not written")
+    _write(arguments.out, question, ranking[0])
+    if arguments.trace is not None:
+        _write_trace(arguments.trace, question, ranking[0])
+
+
+def _question(arguments: argparse.Namespace) -> Question:
+    from shardwise.planning.strategies import NAMES
+
+    strategies = Question.strategies
+    if arguments.strategies is not None:
+        strategies = tuple(name.strip() for name in arguments.strategies.split(","))
+        for name in strategies:
+            if name not in NAMES:
+                raise UserError(f"unknown strategy {name!r}{nearest(name, NAMES)}")
+    return Question(
+        arguments.model, arguments.cluster, arguments.world, arguments.tokens, arguments.sequence,
+        arguments.compute_dtype, arguments.reduce_dtype, arguments.budget_gb,
+        strategies=strategies,
+    )  # fmt: skip
+
+
+def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=150)
+    table = Table(title=f"{question.model} on {question.cluster}, {title}")
+    for name in ("plan", "mesh", "micro-batches", "recompute", "settings"):
+        table.add_column(name)
+    for name in ("step ms", "tokens/s", "peak GB", "spare", "exposed", "contention", "host"):
+        table.add_column(name, justify="right")
+    for c in ranking[:top]:
+        parts = c.breakdown
+        table.add_row(
+            c.plan.title,
+            "x".join(map(str, c.plan.mesh)),
+            f"{c.workload.micro_batches} x {c.workload.micro_batch}",
+            "no" if c.workload.checkpoint == "none" else "yes",
+            c.show_settings(),
+            f"{c.step_ms:.1f}",
+            f"{c.tokens_per_s:,.0f}",
+            f"{c.peak_bytes / 1e9:.1f}",
+            f"{c.spare_gb:.1f}",
+            f"{c.exposed_ms:.1f}",
+            f"{parts.contention / 1e6:.1f}",
+            f"{parts.host_idle / 1e6:.1f}",
+        )
+    if len(ranking):
+        console.print(table)
+    console.print(ranking.explain(), highlight=False)
+    if len(ranking):
+        console.print(str(ranking[0].breakdown), highlight=False)
+
+
+def _write(path: Path, question: Question, best: Candidate) -> None:
+    """A Plan that `shardwise train --plan` runs: its units are found again in the model."""
+    from shardwise.description.preset import load_preset
+
+    portable = dataclasses.replace(best.plan, units=None)
+    _save(path, portable.to_json() + "\n")
+    settings = [
+        f"model.size={question.model}",
+        f"model.checkpoint={best.workload.checkpoint}",
+        f"data.batch={best.workload.micro_batch}",
+        f"data.seq={best.workload.sequence}",
+        f"run.micro_batches={best.workload.micro_batches}",
+    ]
+    flags = " ".join(f"--set {setting}" for setting in settings)
+    if load_preset(question.model).kind != "lm":
+        print(
+            f"\n{path} written. `shardwise train` has language models only: run it on your own "
+            "model with sw.shard(model, sw.Plan.from_json(text))."
+        )
+        return
+    print(f"\n{path} written. It runs with:")
+    world, node = best.plan.world, question.load_cluster().ranks_per_node or best.plan.world
+    if world <= node:
+        print(f"  shardwise train --plan {path} --nproc {world} {flags}")
+        return
+    each = math.gcd(world, node)
+    launch = f"torchrun --nnodes {world // each} --nproc-per-node {each} --rdzv-endpoint HOST:PORT"
+    print(f"  {launch} -m shardwise.cli train --plan {path} {flags}")
+
+
+def _save(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write_trace(path: Path, question: Question, best: Candidate) -> None:
+    import json
+
+    from shardwise.predict.models import as_source
+    from shardwise.predict.simulate import simulate
+
+    portable = dataclasses.replace(best.plan, units=None)
+    resolved, description = as_source(question.model, best.workload).at(portable, best.workload)
+    timeline = simulate(resolved, description, question.load_cluster(), best.workload)
+    _save(path, json.dumps(timeline.to_chrome()))
+    print(f"{path} written: open it in https://ui.perfetto.dev")
+
+
+def _show_exercise(name: str) -> None:
+    exercises = importlib.import_module("shardwise.lab.paper.exercises")
+    if name == "list":
+        print("\n".join(exercises.NAMES))
+        return
+    if name not in exercises.NAMES:
+        raise UserError(f"unknown exercise {name!r}{nearest(name, exercises.NAMES)}")
+    print(exercises.show(name))

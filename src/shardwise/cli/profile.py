@@ -1,0 +1,132 @@
+"""`shardwise profile`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.children import describe_end
+from shardwise.errors import UserError
+from shardwise.run_files import TIMELINE
+
+_RUNNER = ["-m", "shardwise.profiling.run"]
+_EXAMPLES = """\
+examples:
+  shardwise profile -- python train.py
+  shardwise profile --out profile --steps 5 --skip 10 -- torchrun --nproc-per-node 8 train.py
+  shardwise profile -- shardwise train --nproc 2 --steps 20
+  shardwise report profile
+
+The program needs no change: it trains with shardwise, or with torch's fully_shard or
+DistributedDataParallel, and steps with a torch optimizer. Its steps are profiled after the first
+ones, which warm up. Tracing lengthens a step, so some are traced and the others timed: on a CPU the
+last is traced, on CUDA the first two. Ask for five or more where the step's time matters; one alone
+is a traced step, which is not to be compared with a timed one. timeline.json,
+memory.json, messages.json and trace.json (for ui.perfetto.dev) are written to DIR, and on CUDA a
+memory snapshot for pytorch.org/memory_viz.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="run a training program and profile some of its steps",
+        description="Runs a training program and profiles some of its steps, on all its ranks.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", default="profile", metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="to profile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--skip", type=int, default=3, metavar="N", help="to run before (default: %(default)s)"
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="-- CMD ...", help="the program to run"
+    )
+    parser.set_defaults(command=profile_program)
+
+
+def profile_program(arguments: argparse.Namespace) -> None:
+    """Run the program with the profiler asked for in its environment; fail where it did not."""
+    words = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not words:
+        raise UserError(
+            "give the program to run after --, as: shardwise profile -- python train.py"
+        )
+    for name, least in (("steps", 1), ("skip", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name} is {getattr(arguments, name)}, expected at least {least}")
+    out = Path(arguments.out).resolve()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory {out}: {error.strerror}") from error
+    written = out / TIMELINE
+    written.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "SHARDWISE_PROFILE": str(out),
+        "SHARDWISE_PROFILE_STEPS": str(arguments.steps),
+        "SHARDWISE_PROFILE_SKIP": str(arguments.skip),
+    }
+    # torch warns of memory that is older than the profile, and announces every start of it.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        code = subprocess.run(insert_runner(words), env=environment, check=False).returncode
+    except OSError as error:
+        raise UserError(f"cannot run {words[0]}: {error.strerror}") from error
+    if not written.exists():
+        needed = arguments.skip + arguments.steps
+        raise UserError(
+            f"the program {describe_end(code)} and nothing was profiled: at least {needed} "
+            "steps of a torch optimizer are needed (--skip and --steps), in a python program that "
+            "this command starts itself (python, torchrun) or that imports shardwise"
+        )
+    print(f"wrote {out}; see it with: shardwise report {arguments.out}")
+    if code < 0:
+        print(f"shardwise: the program {describe_end(code)}", file=sys.stderr)
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def insert_runner(words: Sequence[str]) -> list[str]:
+    """The command with our runner in front of the script of python or torchrun, so that programs
+    that do not import shardwise are watched too. Other commands stay as they are.
+    """
+    program = Path(words[0]).name
+    if program == "torchrun":
+        return _insert(list(words), 1)
+    if program.startswith("python"):
+        launchers = ["torch.distributed.run", "torch.distributed.launch"]
+        if len(words) > 2 and words[1] == "-m" and words[2] in launchers:
+            return _insert(list(words), 3)
+        return _insert(list(words), 1)
+    return list(words)
+
+
+# Options of python and torchrun that take no value of their own.
+_FLAGS = {
+    "--standalone", "--no-python", "--no_python", "--run-path", "--run_path", "-u", "-O", "-OO",
+    "-B", "-E", "-I", "-s", "-S", "-v", "-q",
+}  # fmt: skip
+
+
+def _insert(words: list[str], at: int) -> list[str]:
+    """Find the script (or -m MODULE) after the options from `at` on."""
+    while at < len(words):
+        word = words[at]
+        if word in ("-m", "--module"):
+            return [*words[:at], *_RUNNER, "-m", *words[at + 1 :]]
+        if not word.startswith("-"):
+            return [*words[:at], *_RUNNER, *words[at:]]
+        at += 1 if "=" in word or word in _FLAGS else 2
+    return words

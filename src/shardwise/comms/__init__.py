@@ -1,1 +1,0 @@
-"""The few collectives the engine needs. A leaf: imports nothing of shardwise outside itself."""

@@ -1,0 +1,268 @@
+"""An emulated network: one process is a rank of any mesh, for torch's engines and ours alike.
+
+While `emulate(network)` is open, torch.distributed's collectives copy what would arrive (own shard
+repeated into a gather's output, own part of a reduce), take the modelled time on one stream per
+group, and return work whose `wait()` orders streams without blocking the host. Both engines look
+these functions up in `torch.distributed` at each call, so both meet the same network. Grouped
+gathers go by `versions`; DistributedDataParallel issues from C++, so it gets a communication hook.
+
+The values are fabricated: read no loss from them, and label every figure `emulated`.
+docs/emulation.md says what is modelled and what is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+
+from shardwise.emulation.ddp import hook_ddp
+from shardwise.emulation.device import DeviceLinks, Mode, Move
+from shardwise.emulation.exposure import DeviceRecorder, Exposure, HostRecorder, Note
+from shardwise.emulation.links import NO_TIME, Flow, HostLinks, Network, NetworkModel, Transfer
+from shardwise.engine import torch_private
+
+__all__ = ["Emulation", "Mode", "Network", "NetworkModel", "Transfer", "emulate"]
+
+
+class EmulatedWork(Work):
+    """A collective under way. torch's FSDP2 waits only for instances of torch's own `Work`, which
+    take 70 us to make: those that were waited for serve again, with their event.
+    """
+
+    idle: ClassVar[list[EmulatedWork]] = []
+    device: torch.device
+    emulation: Emulation
+    arrived: torch.cuda.Event | None = None
+    flow: Flow | None = None  # on a CPU
+    waited_for = False
+
+    @classmethod
+    def start(cls, emulation: Emulation, device: torch.device) -> EmulatedWork:
+        work = cls.idle.pop() if cls.idle else cls()
+        work.emulation, work.device, work.waited_for = emulation, device, False
+        work.flow = None
+        if device.type == "cuda" and work.arrived is None:
+            work.arrived = torch.cuda.Event()
+        return work
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.flow is not None:
+            self.emulation.wait_on_host(self.flow)
+        else:
+            assert self.arrived is not None
+            torch_private.current_stream(self.device).wait_event(self.arrived)
+        if not self.waited_for:
+            self.waited_for = True
+            self.idle.append(self)
+        return True
+
+    def get_future(self) -> Any:
+        raise NotImplementedError(
+            "an emulated collective has no future; wait() for it, or remove the communication hook "
+            "that asks for one (emulation installs its own on DistributedDataParallel)"
+        )
+
+
+class Emulation:
+    """The collectives of one open emulation, what each cost, and how often it was called.
+
+    `mode` may be changed between steps, to see what the network costs them: in a `free` one data
+    arrives and nobody waits, with the same calls on the host; in an `unwaited` one, on a GPU with
+    occupancy, the collectives' kernels also go on beside compute for their time.
+    """
+
+    def __init__(self, network: NetworkModel, occupancy: int = 0) -> None:
+        self.network = network
+        self.occupancy = occupancy
+        self.mode: Mode = "network"
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()  # bytes of whole buffers, by collective
+        self._host = HostLinks()
+        self._devices: dict[torch.device, DeviceLinks] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}
+        self._transfers: dict[tuple[str, int, Any], Transfer] = {}
+        self._recorder: HostRecorder | DeviceRecorder | None = None
+
+    def all_gather(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        move = _gathers(output_tensor.view(-1), input_tensor.reshape(-1), group)
+        return self._run("all_gather", [move], group, async_op)
+
+    def all_gather_grouped(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
+    ) -> Work | None:
+        """Many gathers that take the time of one."""
+        pairs = zip(outputs, inputs, strict=True)
+        moves = [_gathers(output, source, group) for output, source in pairs]
+        return self._run("all_gather", moves, group, async_op=True)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        whole, own = input.view(-1), output.view(-1)
+        part, rank = own.numel(), dist.get_rank(group)
+        kept = (rank * part, rank * part + part)
+        move = Move(own, whole[kept[0] : kept[1]], 1, whole, whole.numel(), kept)
+        return self._run("reduce_scatter", [move], group, async_op)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        size = tensor.numel()
+        # Twice round the ring: a kernel that moves the data reads it twice.
+        move = Move(tensor, tensor, 0, tensor, 2 * size, (0, size))
+        return self._run("all_reduce", [move], group, async_op)
+
+    @contextmanager
+    def measure(self, device: torch.device) -> Iterator[Exposure]:
+        """What the block's collectives took and what of it was exposed, filled in at its end. On a
+        GPU the current stream is the one that counts as compute.
+        """
+        measured = Exposure()
+        if device.type == "cuda":
+            recorder = DeviceRecorder(device)
+            self._recorder = recorder
+            with recorder.watch():
+                yield measured
+        else:
+            self._recorder = HostRecorder(self._host)
+            yield measured
+        assert self._recorder is not None
+        found, self._recorder = self._recorder.result(), None
+        measured.__dict__.update(found.__dict__)
+
+    def links_of(self, device: torch.device) -> DeviceLinks:
+        if device not in self._devices:
+            self._devices[device] = DeviceLinks(device, self.occupancy)
+        return self._devices[device]
+
+    def close(self) -> None:
+        for links in self._devices.values():
+            links.close()
+
+    def wait_on_host(self, flow: Flow) -> None:
+        began = time.perf_counter()
+        self._host.wait(flow)
+        if isinstance(self._recorder, HostRecorder):
+            self._recorder.waits.append((began, time.perf_counter()))
+
+    def transfer(self, collective: str, nbytes: int, group: Any) -> Transfer:
+        """What the network says of one collective; asked once for each size and group."""
+        key = (collective, nbytes, group)
+        if key not in self._transfers:
+            self._transfers[key] = self.network.transfer(collective, nbytes, self._ranks_of(group))
+        return self._transfers[key]
+
+    def _run(self, name: str, moves: Sequence[Move], group: Any, async_op: bool) -> Work | None:
+        """Queue the copies, and the time of the whole message."""
+        nbytes = sum(move.nbytes for move in moves)
+        self.calls[name] += 1
+        self.sent[name] += nbytes
+        group = group or dist.group.WORLD
+        transfer = self.transfer(name, nbytes, group)
+        note = None
+        if self._recorder is not None:
+            modelled = transfer.seconds if self.mode == "network" else 0.0
+            note = Note(name, len(self._ranks_of(group)), nbytes, modelled)
+            self._recorder.notes.append(note)
+        # Autograd does not record a collective.
+        with torch.no_grad():
+            device = moves[0].target.device
+            if device.type == "cuda":
+                work = self._on_device(group, device, moves, transfer, note)
+            else:
+                work = self._on_host(group, moves, transfer, note)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _on_device(
+        self,
+        group: Any,
+        device: torch.device,
+        moves: Sequence[Move],
+        transfer: Transfer,
+        note: Note | None,
+    ) -> EmulatedWork:
+        links = self.links_of(device)
+        work = EmulatedWork.start(self, device)
+        assert work.arrived is not None
+        began = None
+        if note is not None and isinstance(self._recorder, DeviceRecorder):
+            began = note.start = self._recorder.mark()
+        links.run(group, moves, transfer, work.arrived, began, self.mode)
+        if began is not None and note is not None and isinstance(self._recorder, DeviceRecorder):
+            note.end = self._recorder.mark()
+            note.end.record(links.lane(group).stream)
+        return work
+
+    def _on_host(
+        self, group: Any, moves: Sequence[Move], transfer: Transfer, note: Note | None
+    ) -> EmulatedWork:
+        for move in moves:
+            move.run()
+        work = EmulatedWork.start(self, torch.device("cpu"))
+        taken = transfer if self.mode == "network" else NO_TIME
+        work.flow = self._host.add(time.perf_counter(), group, taken)
+        if note is not None:
+            note.flow = work.flow
+        return work
+
+    def _ranks_of(self, group: Any) -> tuple[int, ...]:
+        if group not in self._ranks:
+            self._ranks[group] = tuple(dist.get_process_group_ranks(group))
+        return self._ranks[group]
+
+
+@contextmanager
+def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
+    """Put the emulated collectives in torch.distributed's place; restore them at the end.
+
+    `occupancy`: on a GPU, how many blocks move a collective's data at the modelled rate, as a
+    communication library's kernel would; 0: copies at full speed, then nothing that takes room.
+    """
+    emulation = Emulation(network, occupancy)
+    replaced = {
+        "all_gather_single": emulation.all_gather,
+        "all_gather_into_tensor": emulation.all_gather,
+        "reduce_scatter_single": emulation.reduce_scatter,
+        "reduce_scatter_tensor": emulation.reduce_scatter,
+        "all_reduce": emulation.all_reduce,
+    }
+    # Which of the names exist depends on torch's version.
+    originals = {name: getattr(dist, name) for name in replaced if hasattr(dist, name)}
+    grouped = torch_private.all_gather_grouped
+    for name in originals:
+        setattr(dist, name, replaced[name])
+    torch_private.all_gather_grouped = emulation.all_gather_grouped
+    try:
+        with hook_ddp():
+            yield emulation
+    finally:
+        torch_private.all_gather_grouped = grouped
+        for name, original in originals.items():
+            setattr(dist, name, original)
+        emulation.close()
+
+
+def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:
+    size = output.numel()
+    return Move(output, source, dist.get_world_size(group), source, size, (0, size))

@@ -1,0 +1,190 @@
+"""The candidates of `shardwise emulate`: any model, Plan and mesh, under shardwise and under torch.
+
+Models are built on the meta device and get memory after they were cut, so only this rank's part is
+ever on the device (and, for data parallel, all of it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.description.preset import Preset, load_preset
+from shardwise.description.workload import Workload
+from shardwise.emulation.models import LARGE, LM, OPTIMIZER, compute_loss
+from shardwise.engine.api import engine_of, shard
+from shardwise.engine.local_step import local
+from shardwise.engine.materialize import materialize
+from shardwise.engine.torch_private import local_of
+from shardwise.errors import UserError
+from shardwise.planning.plan import DTYPES, Plan
+from shardwise.profiling.timing import Step
+
+BENCH = "bench"  # the benchmarks' own model, 0.95 B parameters
+ENGINES = ("shardwise", "torch")
+TORCH_PLANS = ("ddp", "zero2", "zero3")  # what torch's engines do of the strategies
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model by name and the size of one rank's batch."""
+
+    name: str
+    batch: int
+    length: int
+
+    @property
+    def preset(self) -> Preset | None:
+        return None if self.name == BENCH else load_preset(self.name)
+
+    def build(self) -> nn.Module:
+        """On the meta device."""
+        if self.preset is not None:
+            return self.preset.build(self.length)
+        with torch.device("meta"):
+            return LM(LARGE)
+
+    def draw_inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        draw = torch.Generator().manual_seed(1)
+        preset = self.preset
+        if preset is not None and preset.kind == "ffn":
+            like = preset.inputs(Workload(self.length, self.batch))
+            return tuple(torch.randn(x.shape, generator=draw).to(device) for x in like)
+        vocab = LARGE.vocab if preset is None else preset.vocab
+        both = torch.randint(0, vocab, (2, self.batch, self.length), generator=draw).to(device)
+        return both[0], both[1]
+
+    def loss(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """A mean over this rank's batch."""
+        preset = self.preset
+        if preset is None:
+            return compute_loss(model, *inputs)
+        if preset.kind == "ffn":
+            return model(*inputs).float().square().mean()
+        return model(*inputs) / (self.batch * self.length)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model under an engine, and one whole training step of it."""
+
+    model: nn.Module
+    step: Step
+    settings: dict[str, Any]
+
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+def build(
+    engine: str, subject: Subject, plan: Plan, device: torch.device, inputs: Inputs
+) -> Candidate:
+    """`subject` under `engine` as `plan` says; the process group is there already."""
+    model = subject.build()
+    if engine == "torch":
+        return _build_torch(model, subject, plan, device, inputs)
+    shard(model, plan)
+    with warnings.catch_warnings():
+        # torch's initialisers warn of DTensors on a host; `_fill` replaces what they draw.
+        warnings.simplefilter("ignore", UserWarning)
+        materialize(model, device)
+    _fill(model)
+    optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
+    resolved = engine_of(model).plan
+    assert resolved is not None
+    divisor = plan.world  # shardwise sums over ranks
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (subject.loss(model, inputs) / divisor).backward()
+        optimizer.step()
+
+    settings = {"plan": resolved.title, "units": len(resolved.require_units())}
+    return Candidate(model, step, settings | {"optimizer": "local(AdamW)"})
+
+
+def check_torch(plan: Plan) -> None:
+    """Error if torch has no engine for the Plan."""
+    row = plan.inner if plan.name == "hsdp" else plan.name
+    if row not in TORCH_PLANS:
+        raise UserError(
+            f"torch has no engine for {plan.title}: it has {', '.join(TORCH_PLANS)}, and hsdp over "
+            "zero2 or zero3; use --engine shardwise"
+        )
+
+
+def _build_torch(
+    model: nn.Module, subject: Subject, plan: Plan, device: torch.device, inputs: Inputs
+) -> Candidate:
+    compute = DTYPES[plan.compute_dtype] if plan.compute_dtype else None
+    cast: Callable[[], Any] = contextlib.nullcontext
+    if plan.name == "ddp":
+        model.to_empty(device=device)
+        _fill(model)
+        model = DistributedDataParallel(model)
+        settings: dict[str, Any] = {"wrap": "DistributedDataParallel, its defaults"}
+        if compute is not None:
+            settings["compute"] = f"autocast to {plan.compute_dtype}"
+
+            def cast() -> Any:
+                return torch.autocast(device.type, dtype=compute)
+
+    else:
+        settings = _fully_shard(model, plan, device)
+        model.to_empty(device=device)
+        _fill(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with cast():
+            loss = subject.loss(model, inputs)
+        loss.backward()
+        optimizer.step()
+
+    return Candidate(model, step, settings | {"optimizer": "AdamW"})
+
+
+def _fully_shard(model: nn.Module, plan: Plan, device: torch.device) -> dict[str, Any]:
+    """Each block, then the root."""
+    if plan.replicate > 1:
+        mesh = init_device_mesh(device.type, plan.mesh, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (plan.shard,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
+        reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
+    )
+    row = plan.inner if plan.name == "hsdp" else plan.name
+    # None is torch's own choice: all but the root are resharded.
+    reshard = False if row == "zero2" else None
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for module in (*layers, model):
+        fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return {"wrap": "fully_shard of each block, then the root", "reshard_after_forward": reshard}
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    """Small random numbers everywhere: a GPU's clock depends on the values it multiplies."""
+    generator: dict[torch.device, torch.Generator] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        own = local_of(tensor)
+        if own.device not in generator:
+            generator[own.device] = torch.Generator(own.device).manual_seed(dist.get_rank())
+        if tensor.ndim > 1:
+            own.normal_(std=0.02, generator=generator[own.device])
+        else:
+            own.fill_(1.0)

@@ -1,0 +1,326 @@
+"""Running one rank of an emulated cluster: the step's time, what of it is exposed communication,
+and the rank's peak of memory.
+
+Exposed communication is taken twice, in two ways that know nothing of each other:
+
+- measured: how long the compute stream (on a CPU: the host) stood still in its waits, less what it
+  does so over a free network, where it still waits for casts, for packing, and for copies of what
+  arrives;
+- counterfactual: the step's time less that of the same step over a free network, in one run.
+
+Kernels that occupy the device (`--occupancy`) also take something from the compute they run beside,
+which no wait shows. Then the counterfactual is parted: `waiting` is what the step gains when nobody
+waits but the kernels go on, `contention` what it gains when they are gone too.
+
+On a GPU both are taken with the host a whole step ahead, as in a training loop that never
+synchronises: the device is kept waiting until the step has been issued. Where the host is slower
+than the device, the plain step says so, and there the network costs less than it exposes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.emulation.collectives import Emulation, Mode, NetworkModel, emulate
+from shardwise.emulation.engines import Inputs, Subject, build
+from shardwise.emulation.exposure import Exposure
+from shardwise.errors import UserError
+from shardwise.planning.memory import count_kept
+from shardwise.planning.plan import Plan
+from shardwise.profiling import footprint, timing
+from shardwise.profiling.timing import Sample, Side, Step
+
+MODES: tuple[Mode, ...] = ("network", "unwaited", "free")
+WARMUP = 3
+BLOCKS = 2  # how often each engine is built and timed when two are compared
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run, and on what."""
+
+    subject: Subject
+    plan: Plan
+    rank: int
+    device: torch.device
+    network: NetworkModel
+    network_name: str
+    steps: int
+    occupancy: int = 0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One engine's figures. Milliseconds, medians; spreads are interquartile."""
+
+    engine: str
+    side: Side
+    free_step_ms: float  # the same step over a free network
+    exposed_ms: float  # measured: all waits less those of a step that does not wait for a network
+    exposed_spread_ms: float
+    counterfactual_ms: float  # the step less the same over a free network
+    counterfactual_spread_ms: float
+    waiting_ms: float  # of that: less one that waits for nothing while the kernels go on
+    contention_ms: float  # the rest: what the kernels cost the compute they run beside
+    waited_ms: float  # all its waits of the compute stream
+    free_waited_ms: float  # those over a free network
+    calls: dict[str, int]
+    bytes_by_collective: dict[str, int]
+    settings: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+    def to_row(self) -> dict[str, Any]:
+        row = asdict(self)
+        return row | row.pop("side")
+
+
+@contextmanager
+def joined(rank: int, world: int) -> Iterator[None]:
+    """This process as `rank` of `world`; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UserError("a process group is open already; emulate in a process of its own")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    # torch's profiler, which counts allocations, otherwise announces itself on every start.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Fabricated gradients may get very small; denormal numbers would cost time of their own.
+    torch.set_flush_denormal(True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of a host's cores, a rank has one
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+        dist.destroy_process_group()
+
+
+def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
+    """Error if not even parameters, gradients, optimizer state and buffers fit."""
+    kept = count_kept(plan.resolve(subject.build()))
+    needed = kept.master + kept.gradients + kept.state + kept.full + kept.slots
+    free = _free_bytes(device)
+    if free is not None and needed > free:
+        raise UserError(
+            f"one rank of {subject.name} under {plan.title} on mesh {plan.replicate}x{plan.shard} "
+            f"keeps {needed / 1e9:.1f} GB without activations, and {device} has {free / 1e9:.1f} "
+            f"GB free: {', or '.join([*ways_to_keep_less(plan), 'use a smaller --model'])}"
+        )
+
+
+def ways_to_keep_less(plan: Plan) -> list[str]:
+    """What makes a rank of this Plan hold less of the model; nothing that it does already."""
+    if plan.strategy.state == "replicate":
+        return [f"use --plan zero3 --mesh 1x{max(2, plan.world)}"]
+    ways = ["shard over more ranks (--mesh)"]
+    return ways if plan.strategy.parameters == "shard" else [*ways, "use --plan zero3"]
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+
+
+def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Figures]:
+    """The figures of each engine; two take turns, BLOCKS times each. The process group is open."""
+    inputs = job.subject.draw_inputs(job.device)
+    blocks = BLOCKS if len(engines) > 1 else 1
+    taken: dict[str, list[_Block]] = {engine: [] for engine in engines}
+    with emulate(job.network, job.occupancy) as emulation:
+        for i in range(blocks):
+            for engine in engines:
+                say(f"{engine}: {job.subject.name}, {job.network_name}, round {i + 1} of {blocks}")
+                try:
+                    taken[engine].append(_run_block(job, engine, inputs, emulation, blocks))
+                except torch.OutOfMemoryError as error:
+                    smaller = "--batch or --seq" if job.subject.batch > 1 else "--seq"
+                    ways = [f"use a smaller {smaller}", *ways_to_keep_less(job.plan)]
+                    raise UserError(
+                        f"{engine} ran out of memory on {job.device} with {job.subject.batch} x "
+                        f"{job.subject.length} tokens: {', or '.join(ways)} "
+                        f"({str(error).splitlines()[0]})"
+                    ) from error
+    return [_combine(engine, taken[engine]) for engine in engines]
+
+
+@dataclass
+class _Block:
+    """What one build of an engine gave."""
+
+    samples: dict[str, list[Sample]]  # by mode
+    ahead: dict[str, list[float]]  # the same with the host ahead, ms
+    exposures: dict[str, list[Exposure]]  # of those
+    peak: int
+    reserved: int
+    calls: Counter[str]
+    sent: Counter[str]
+    settings: dict[str, Any]
+
+
+def _run_block(job: Job, engine: str, inputs: Inputs, emulation: Emulation, blocks: int) -> _Block:
+    cuda = job.device.type == "cuda"
+    left, held = (footprint.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
+    candidate = build(engine, job.subject, job.plan, job.device, inputs)
+    step = candidate.step
+    rounds = max(2, -(-job.steps // blocks))
+    timer = timing.time_on_cuda if cuda else timing.time_on_host(_nothing)
+    # Only kernels that occupy the device can go on without being waited for.
+    modes = MODES if cuda and job.occupancy else ("network", "free")
+    steps = {mode: _in_mode(emulation, mode, step) for mode in modes}
+    plain = {mode: steps[mode] for mode in ("network", "free")}
+    samples = timing.alternate(plain, rounds, WARMUP, timer)
+    ahead: dict[str, list[float]] = {mode: [] for mode in steps}
+    exposures: dict[str, list[Exposure]] = {mode: [] for mode in steps}
+    for i in range(rounds):
+        for mode in modes if i % 2 else modes[::-1]:
+            took, exposure = _step_ahead(job.device, emulation, steps[mode], samples["network"])
+            ahead[mode].append(took)
+            exposures[mode].append(exposure)
+    emulation.calls.clear()
+    emulation.sent.clear()
+    peak = reserved = 0
+    if cuda:
+        allocated, reserved = footprint.peaks_on_cuda(step)
+        peak, reserved = allocated - left, reserved - held
+    else:
+        step()
+    calls, sent, settings = emulation.calls.copy(), emulation.sent.copy(), candidate.settings
+    if not calls and job.plan.world > 1:
+        raise RuntimeError(f"no collective of {engine} went over the emulated network")
+    del candidate, step, steps, plain
+    if not cuda:
+        peak = footprint.peak_on_cpu(
+            lambda: build(engine, job.subject, job.plan, job.device, inputs).step
+        )
+    return _Block(samples, ahead, exposures, peak, reserved, calls, sent, settings)
+
+
+def profile(job: Job, engine: str, directory: Path, cluster: str, steps: int = 3) -> None:
+    """Write the profile of a few steps of one engine. The process group is open."""
+    from shardwise.profiling.collect import profile as start_profile
+
+    if job.device.type == "cuda":
+        footprint.free_device()  # what an engine before it left would be memory of this one
+    inputs = job.subject.draw_inputs(job.device)
+    title = f"{engine}, {job.plan.title}, network emulated: {job.network_name}"
+    with emulate(job.network, job.occupancy):
+        candidate = build(engine, job.subject, job.plan, job.device, inputs)
+        for _ in range(WARMUP):
+            candidate.step()
+        with start_profile(candidate.model, steps, title=title) as measured:
+            for _ in range(steps):
+                candidate.step()
+    measured.write(directory, cluster)
+
+
+def _in_mode(emulation: Emulation, mode: Mode, step: Step) -> Step:
+    def in_mode() -> None:
+        emulation.mode = mode
+        try:
+            step()
+        finally:
+            emulation.mode = "network"
+
+    return in_mode
+
+
+def _step_ahead(
+    device: torch.device, emulation: Emulation, step: Step, samples: list[Sample]
+) -> tuple[float, Exposure]:
+    """One step with its waits measured, and its milliseconds; on a GPU with the host ahead."""
+    if device.type != "cuda":
+        with emulation.measure(device) as exposure:
+            began = time.perf_counter()
+            step()
+            ended = time.perf_counter()
+        return (ended - began) * 1e3, exposure
+    hold = emulation.links_of(device).delay
+    return timing.time_ahead(step, hold, samples, emulation.measure(device))
+
+
+def _combine(engine: str, blocks: list[_Block]) -> Figures:
+    def samples(name: str) -> list[Sample]:
+        return [sample for block in blocks for sample in block.samples[name]]
+
+    def ahead(name: str) -> list[float]:
+        return [took for block in blocks for took in block.ahead[name]]
+
+    def exposures(name: str) -> list[Exposure]:
+        return [exposure for block in blocks for exposure in block.exposures[name]]
+
+    def difference(first: str, second: str) -> list[float]:
+        """Of steps that ran one right after the other: the device's clock rate drifts."""
+        return [a - b for a, b in zip(ahead(first), ahead(second), strict=True)]
+
+    last = blocks[-1]
+    waitless = "unwaited" if "unwaited" in last.ahead else "free"
+    waited = {mode: [each.waited_s * 1e3 for each in exposures(mode)] for mode in last.ahead}
+    exposed = [a - b for a, b in zip(waited["network"], waited[waitless], strict=True)]
+    counterfactual = difference("network", "free")
+    # Only the first block makes the libraries' workspaces; the others find them there.
+    peak, reserved = (min(getattr(b, name) for b in blocks) for name in ("peak", "reserved"))
+    by_exposed = sorted(exposures("network"), key=lambda exposure: exposure.exposed_s)
+    return Figures(
+        engine,
+        Side.of(
+            samples("network"), peak, sum(last.calls.values()), ahead("network"), reserved or None
+        ),
+        free_step_ms=statistics.median(sample.step_ms for sample in samples("free")),
+        exposed_ms=statistics.median(exposed),
+        exposed_spread_ms=timing.spread(exposed),
+        counterfactual_ms=statistics.median(counterfactual),
+        counterfactual_spread_ms=timing.spread(counterfactual),
+        waiting_ms=statistics.median(difference("network", waitless)),
+        contention_ms=statistics.median(difference(waitless, "free")),
+        waited_ms=statistics.median(waited["network"]),
+        free_waited_ms=statistics.median(waited["free"]),
+        calls=dict(last.calls),
+        bytes_by_collective=dict(last.sent),
+        settings=last.settings,
+        messages=sum_up(by_exposed[len(by_exposed) // 2]),
+    )
+
+
+def sum_up(exposure: Exposure) -> list[dict[str, Any]]:
+    """The messages of a step by collective, ranks and size."""
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for message in exposure.messages:
+        key = (message.collective, message.ranks, message.nbytes)
+        row = found.setdefault(
+            key,
+            dict(zip(("collective", "ranks", "bytes"), key, strict=True))
+            | {"count": 0, "modelled_ms": 0.0, "taken_ms": 0.0, "exposed_ms": 0.0}
+            | {"least_ms": math.inf, "most_ms": 0.0},
+        )
+        row["count"] += 1
+        row["modelled_ms"] += message.modelled_s * 1e3
+        row["taken_ms"] += message.seconds * 1e3
+        row["exposed_ms"] += message.exposed_s * 1e3
+        row["least_ms"] = min(row["least_ms"], message.seconds * 1e3)
+        row["most_ms"] = max(row["most_ms"], message.seconds * 1e3)
+    return list(found.values())
+
+
+def _nothing() -> None:
+    return None

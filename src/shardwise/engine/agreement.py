@@ -1,0 +1,197 @@
+"""What ranks agree on over small host values: how many micro-batches run, the order of units,
+unused parameters.
+
+None of it touches the device. The first step always exchanges; later steps only where the model
+needs it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.policy import Policy
+from shardwise.engine.unit import Unit
+
+_NOTHING = "nothing more"
+
+
+class Agreement:
+    """Keeps what the ranks have agreed on."""
+
+    def __init__(self, policy: Policy, mesh: Mesh) -> None:
+        self.policy, self.mesh = policy, mesh
+        self.first = True  # no step has shown the order of backward yet
+        self.first_pass = True  # units are compared as they run
+        self._compared_values = False
+
+    def check_counts(self, count: int, order: tuple[str, ...]) -> None:
+        """Error on every rank when ranks that must move together run different numbers of
+        micro-batches, or ran their units in different orders in the last step.
+        """
+        inside = self.mesh.shard.exchange((count, zlib.crc32("\n".join(order).encode())))
+        if len({digest for _, digest in inside}) > 1:
+            self._check_orders(self.mesh.shard.exchange(order))
+        per_replica = self.mesh.replicate.exchange([count for count, _ in inside])
+        for replica, counts in enumerate(per_replica):
+            if len(set(counts)) > 1:
+                listed = ", ".join(
+                    f"rank {self._rank(replica, s)}: {c}" for s, c in enumerate(counts)
+                )
+                raise RuntimeError(
+                    f"ranks of one shard group run different numbers of micro-batches ({listed}); "
+                    "they gather and "
+                    "scatter together, so give each the same number (sizes may differ). Only "
+                    "replicas may differ, "
+                    "with sync='scatter_each_reduce_last' or 'last'"
+                )
+        totals = [counts[0] for counts in per_replica]
+        if self.policy.sync == "each" and len(set(totals)) > 1:
+            raise RuntimeError(
+                f"sync='each' all-reduces after every micro-batch, but replicas run {totals} of "
+                "them; "
+                "use sync='scatter_each_reduce_last' or 'last' for uneven work"
+            )
+
+    def check_values(self, units: Sequence[Unit]) -> None:
+        """Once, before the first pass: error if ranks were given different models; error (under a
+        Plan) or warning if different initial values. Names the first parameter that differs.
+        """
+        if self._compared_values:
+            return
+        self._compared_values = True
+        known = [unit.parameters.checksums for unit in units]
+        sums = {name: value for own in known for name, value in (own or {}).items()}
+        mine = None if None in known else zlib.crc32(repr(sorted(sums.items())).encode())
+        model = self._parameters(units)
+        inside = self.mesh.shard.exchange((zlib.crc32(repr(model).encode()), mine))
+        said = [value for values in self.mesh.replicate.exchange(inside) for value in values]
+        if len({digest for digest, _ in said}) > 1:
+            self._check_models(model)
+        seen = {value for _, value in said}
+        if None in seen or len(seen) <= 1:
+            return
+        # Ranks of a shard group first: they exchange the same number of times on every rank.
+        both = [self.mesh.shard.exchange(sums), self.mesh.replicate.exchange(sums)]
+        differs = next(
+            (n for n in sums for group in both if len({other.get(n) for other in group}) > 1),
+            "some parameter",
+        )
+        message = (
+            f"ranks start from different values: {differs!r} is not the same on all of them, so "
+            "the sharded model is a mixture. Seed all ranks alike before building the model, or "
+            "call shardwise.broadcast(model), before or after sharding"
+        )
+        if self.policy.needs_equal_values:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
+
+    def find_stale(self, units: Sequence[Unit]) -> None:
+        """Before a step: which units that stay gathered have to be gathered anew. Writes to a
+        parameter may pass every version counter by (`p.data.mul_`), and a rank without rows of it
+        sees none, so each looks at its own rows and all of a shard group do as one of them must.
+        """
+        groups = {id(unit.mesh.shard): unit.mesh.shard for unit in units}
+        for key, group in groups.items():
+            here = [unit for unit in units if id(unit.mesh.shard) == key]
+            for unit in here:
+                unit.take_writes()
+            said = group.exchange([unit.changed or not unit.is_current for unit in here])
+            for unit, flags in zip(here, zip(*said, strict=True), strict=True):
+                unit.stale = any(flags)
+
+    def _parameters(self, units: Sequence[Unit]) -> list[tuple[str, tuple[int, ...] | None]]:
+        """Every parameter's name, and its shape where these ranks hold it together: on a mesh of
+        its own it may have another on each.
+        """
+        return sorted(
+            (member.name, member.shape if unit.mesh is self.mesh else None)
+            for unit in units
+            for member in unit.parameters.members
+        )
+
+    def _check_models(self, mine: list[tuple[str, tuple[int, ...] | None]]) -> None:
+        """Error on every rank that names a parameter which is not the same on all of them."""
+        inside = self.mesh.shard.exchange(mine)
+        models = [
+            dict(model) for models in self.mesh.replicate.exchange(inside) for model in models
+        ]
+        names = sorted({name for model in models for name in model})
+        shapes = {name: [model.get(name, "none") for model in models] for name in names}
+        name = next(name for name in names if len(set(shapes[name])) > 1)
+        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes[name]))
+        counts = ", ".join(str(len(model)) for model in models)
+        raise RuntimeError(
+            f"ranks have different models: {name!r} is not of the same shape on all of them "
+            f"({listed}; parameters in all: {counts}). They gather and reduce together, so build "
+            "the same layers on every rank"
+        )
+
+    def check_unit(self, name: str, at: int) -> None:
+        """Before each gather of the first pass: error on every rank of a shard group that is about
+        to gather another unit than the others, which would wait for ever or read wrong rows.
+        """
+        self._check_same(self.mesh.shard.exchange(name), at)
+
+    def end_first_pass(self, order: tuple[str, ...]) -> None:
+        """A rank that runs fewer units than the others has nothing more to gather."""
+        if self.first_pass:
+            self.first_pass = False
+            self._check_same(self.mesh.shard.exchange(_NOTHING), len(order))
+
+    def _check_orders(self, orders: list[tuple[str, ...]]) -> None:
+        for at, units in enumerate(zip_longest(*orders, fillvalue=_NOTHING)):
+            self._check_same(list(units), at)
+
+    def _check_same(self, units: Sequence[str], at: int) -> None:
+        """Error that names the unit at which a shard group's ranks parted."""
+        if len(set(units)) <= 1:
+            return
+        replica = self.mesh.replicate.rank
+        listed = ", ".join(f"rank {self._rank(replica, s)}: {u}" for s, u in enumerate(units))
+        raise RuntimeError(
+            f"ranks of one shard group ran different units as number {at + 1} of a forward pass "
+            f"({listed}); they gather together, so what was gathered is not what was asked for. "
+            "Let every rank run the same modules in the same order"
+        )
+
+    @property
+    def settles(self) -> bool:
+        """Whether ranks have something to compare at this step's end."""
+        return self.first or self.policy.needs_equal_use
+
+    def settle(
+        self, ran: bool, unused: frozenset[str], ready: Sequence[str]
+    ) -> tuple[str, ...] | None:
+        """At a step's end: error if the Plan wants every parameter used on all ranks or none; after
+        the first step the order of units to reduce in (None: keep the present one).
+        """
+        compares = self.policy.needs_equal_use
+        mine = (ran, unused if compares else None, tuple(ready) if self.first else ())
+        inside = self.mesh.shard.exchange(mine)
+        said = [value for values in self.mesh.replicate.exchange(inside) for value in values]
+        orders = {order if did_run else None for did_run, _, order in said}
+        order = orders.pop() if self.first and len(orders) == 1 else None
+        self.first = False
+        if compares:
+            self._check_use([names for did_run, names, _ in said if did_run])
+        return order
+
+    @staticmethod
+    def _check_use(unused: list[frozenset[str]]) -> None:
+        """Error on every rank that names a parameter which only some ranks used."""
+        if not unused or len(set(unused)) == 1:
+            return
+        everywhere = frozenset.intersection(*unused)
+        name = min(frozenset.union(*unused) - everywhere)
+        ranks = [i for i, names in enumerate(unused) if name in names]
+        raise RuntimeError(
+            f"parameter {name!r} was used on some ranks only (not on {ranks} of those that ran); "
+            "let every rank use it, or allow zeros in its place with Plan.of(..., unused='zeros')"
+        )
+
+    def _rank(self, replica: int, shard: int) -> int:
+        return replica * self.mesh.shard.size + shard

@@ -1,0 +1,161 @@
+"""What users call: shard a model, and ask a sharded model for its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine import guard
+from shardwise.engine.attach import attach, find_device
+from shardwise.engine.copying import copy_module, repeat_unit
+from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Node
+from shardwise.engine.lanes import Lanes
+from shardwise.engine.local_step import watch_optimizers
+from shardwise.engine.mesh import Mesh, mesh_of
+from shardwise.engine.policy import Policy
+from shardwise.engine.unit import Unit
+from shardwise.planning.plan import DTYPES, Plan
+
+_ATTRIBUTE = "_shardwise"
+_ONE_WAY = (
+    "a model is sharded by sw.shard(model, plan) or by fully_shard, not by both: leave one of them "
+    "out, or start from a new model"
+)
+
+
+def shard(model: nn.Module, plan: Plan) -> nn.Module:
+    """Shard `model` in place as `plan` says, and return it. Parameter names stay; build the
+    optimizer afterwards.
+    """
+    for name, module in model.named_modules():
+        if is_sharded(module):
+            raise ValueError(
+                f"{_how_sharded(name, module)}; sw.shard takes a whole, unsharded model"
+            )
+    check_unplanned(model)
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is a {type(plan).__name__}, expected a Plan (sw.Plan.of('zero3', mesh=8))"
+        )
+    device = find_device(model)
+    plan = plan.resolve(model)
+    mesh = mesh_of(plan, device)
+    units = attach(model, plan, mesh)
+    _start(model, plan, units, mesh)
+    return model
+
+
+def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
+    """An engine over `units`, the hooks that call it, and what `copy.deepcopy` calls."""
+    engine = Engine(model, units, mesh, Policy.of(plan), Lanes(mesh.device))
+    engine.plan = plan
+    nodes = _hang(model, plan, engine)
+    bind(model, engine)
+
+    def copy(memo: dict[int, Any]) -> nn.Module:
+        """The same training of a copy: its own rows, gradients, hooks and engine, the same groups.
+        No communication.
+        """
+        for unit in units:
+            if unit.prepared:
+                unit.free()
+        for node in nodes:
+            node.unhang()
+            del node.module.__dict__["__deepcopy__"]
+        unbind(model)
+        try:
+            twin, copies = copy_module(model, units, memo)
+        finally:
+            bind(model, engine)
+            for node in nodes:
+                node.hang()
+            let_copy()
+        _start(twin, plan, [repeat_unit(unit, copies) for unit in units], mesh)
+        return twin
+
+    def let_copy() -> None:
+        for node in nodes:
+            node.module.__dict__["__deepcopy__"] = copy if node.module is model else _refuse_part
+
+    let_copy()
+
+
+def _refuse_part(memo: dict[int, Any]) -> nn.Module:
+    raise RuntimeError(
+        "a part of a model that a Plan shards has no engine to be copied with; copy the model, "
+        "which then trains by itself, and take the part from the copy"
+    )
+
+
+def bind(model: nn.Module, engine: Engine | Callable[[], Engine]) -> None:
+    """From now on `engine_of(model)` is `engine`, or what calling it gives."""
+    model.__dict__[_ATTRIBUTE] = engine
+    watch_optimizers()
+
+
+def unbind(model: nn.Module) -> None:
+    del model.__dict__[_ATTRIBUTE]
+
+
+def _hang(model: nn.Module, plan: Plan, engine: Engine) -> list[Node]:
+    """One node for every module that units run with; the model's own node is the root."""
+    by_module: dict[int, tuple[nn.Module, list[Unit]]] = {id(model): (model, [])}
+    for unit in engine.units:
+        for module in unit.modules:
+            by_module.setdefault(id(module), (module, []))[1].append(unit)
+    computes = DTYPES[plan.compute_dtype] if plan.compute_dtype else None
+    outputs = DTYPES[plan.output_dtype] if plan.output_dtype else None
+    nodes = []
+    for module, units in by_module.values():
+        is_root = module is model
+        floats = is_root or any(unit.parameters.dtype.is_floating_point for unit in units)
+        node = Node(module, units, None, computes if floats else None, outputs if is_root else None)
+        node.join(engine, is_root)
+        nodes.append(node)
+    return nodes
+
+
+def _how_sharded(name: str, module: nn.Module) -> str:
+    what = f"{type(module).__name__} ({name})" if name else type(module).__name__
+    by = "by a Plan" if isinstance(module.__dict__[_ATTRIBUTE], Engine) else "by fully_shard"
+    return f"{what} is sharded already, {by}"
+
+
+def check_unplanned(model: nn.Module) -> None:
+    """Error for a model that a Plan shards, for one around it, and for a part of it."""
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get(_ATTRIBUTE), Engine):
+            raise ValueError(f"{_how_sharded(name, module)}; {_ONE_WAY}")
+    for name, parameter in model.named_parameters():
+        engine = guard.engine_of(parameter)
+        if engine is not None and engine.plan is not None:
+            raise ValueError(
+                f"parameter {name!r} of {type(model).__name__} is sharded already, by a Plan; "
+                f"{_ONE_WAY}"
+            )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return _ATTRIBUTE in model.__dict__
+
+
+def engine_of(model: nn.Module) -> Engine:
+    found = model.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded; call sw.shard(model, plan) or "
+            "fully_shard(model) first"
+        )
+    engine = found if isinstance(found, Engine) else found()
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def exposed_seconds(model: nn.Module) -> float | None:
+    """Seconds this rank's host has waited for communication so far; None where streams wait instead
+    (CUDA).
+    """
+    return engine_of(model).lanes.waited

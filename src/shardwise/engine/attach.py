@@ -1,0 +1,88 @@
+"""From a module and a resolved Plan to its units, attached in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.engine.mesh import Mesh, default_device, unsharded
+from shardwise.engine.storage import Member
+from shardwise.engine.unit import Options, Unit, divide
+from shardwise.planning.plan import DTYPES, Plan
+from shardwise.planning.units import places
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """The one device of all parameters; an error names the first that is elsewhere. For a model
+    that is still on the meta device: the accelerator, if the process group moves its tensors.
+    """
+    device: torch.device | None = None
+    first, count = "", 0
+    for name, parameter in model.named_parameters():
+        count += 1
+        if parameter.device.type == "meta":
+            continue
+        if device is None:
+            device, first = parameter.device, name
+        elif parameter.device != device:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, but {first!r} is on {device}; "
+                "move the model to one device before sharding it"
+            )
+    if not count:
+        raise ValueError(f"{type(model).__name__} has no parameters to shard")
+    return device or default_device()
+
+
+def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
+    """Make every unit of the Plan over `model`'s parameters, in the Plan's order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    members: dict[str, Member] = {}
+    for names, parameter in places(model):
+        if not isinstance(parameter, nn.Parameter) or type(parameter.data) is not torch.Tensor:
+            raise ValueError(
+                f"parameter {names[0]!r} is a {type(parameter.data).__name__}; sharding by a Plan "
+                "starts from plain tensors (was the model sharded already? with tensor parallel, "
+                "use shardwise.fully_shard)"
+            )
+        hangs = [(modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+        # A module reachable by two names is one place.
+        unique = list({(id(module), key): (module, key) for module, key in hangs}.values())
+        members[names[0]] = Member(names, unique, parameter)
+    specs = plan.require_units()
+    all_ranks = unsharded(mesh) if any(spec.whole for spec in specs) else mesh
+    units = []
+    for spec in specs:
+        is_root = spec.modules == ("",)
+        unit = Unit(
+            spec.name,
+            [modules[name] for name in spec.modules],
+            [members[p.name] for p in spec.parameters],
+            all_ranks if spec.whole else mesh,
+            options_of(plan, is_root),
+            is_root,
+        )
+        if plan.average:
+            divide(unit.options, unit.options.dtypes(unit.parameters.dtype)[1], plan.world)
+        units.append(unit)
+    return units
+
+
+def options_of(plan: Plan, is_root: bool) -> Options:
+    """What a Plan says of one unit."""
+    keep = plan.keep_after_forward
+    return Options(
+        compute_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
+        reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
+        gather=plan.gather,
+        plain=plan.strategy.state == "replicate",
+        # The root is needed again right away, so it is kept unless nothing is.
+        keep=keep is not False if is_root else keep or False,
+        stays_shown=is_root,
+    )
+
+
+def owners_of(units: list[Unit]) -> list[nn.Module]:
+    """The modules in which the units' parameters hang."""
+    places = [place for u in units for member in u.parameters.members for place in member.places]
+    return list({id(module): module for module, _ in places}.values())

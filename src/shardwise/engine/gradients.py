@@ -1,0 +1,324 @@
+"""The gradients of one unit: what backward leaves, what a reduce reads, where the sums land, and
+what hangs on the parameters. `storage.py` opens with the note that names these tensors.
+
+Whoever reads a gradient may keep it, or a view of it, for as long as they like. So the sums of a
+step get memory of their own, taken anew at the step's first reduce; once `zero_grad` has let go of
+them the engine does too, and writes to them never again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from shardwise.engine import marks, torch_private
+from shardwise.engine.storage import Buffer, Parameters
+from shardwise.planning.rows import Layout, Rows, lay_out
+
+
+class Gradients:
+    """The gradients of one unit's trainable parameters.
+
+    From a step's first reduce on, `sums` holds this rank's rows of every sum, which are `flat`,
+    and behind them one number for each parameter: not zero if any rank produced a gradient of it.
+    `summed` are the gradients that users see, over `flat`.
+    """
+
+    def __init__(
+        self, parameters: Parameters, trainable: Sequence[int], reduce_dtype: torch.dtype
+    ) -> None:
+        mesh = self.mesh = parameters.mesh
+        self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
+        self._dtype, self._plain = parameters.dtype, parameters.plain
+        rows = [parameters.layout.rows[i] for i in trainable]
+        shapes, dims = [r.shape for r in rows], [r.dim for r in rows]
+        self.layout = layout = lay_out(shapes, mesh.shard.size, dims)
+        order = [trainable[i] for i in layout.order]
+        self.members = [parameters.members[i] for i in order]
+        self.visible = [parameters.visible[i] for i in order]
+        self.shown = [parameters.shown[i] for i in order]
+        # Those that are tied to one of another unit, whose gradient theirs is added to.
+        self.echoes = frozenset(at for at, i in enumerate(order) if i in parameters.echoes)
+        # Some parameters have no rows to cut (0-d), nothing in them, or another dim cut.
+        self._odd = any(r.replicated or r.part == 0 or r.dim for r in layout.rows)
+        self.nested = any(member.nested for member in self.members)
+        # A rank alone knows who produced what.
+        self.counts = layout.counts if mesh.ranks > 1 else 0
+        self.shard_numel = layout.shard_numel + self.counts
+        # Packed with the gradients, so of their dtype.
+        shape, dtype = (layout.ranks, self.counts), self.shown[0].dtype
+        self._ones = torch.ones(shape, dtype=dtype, device=mesh.device)
+        self.slot = self._make_slot()
+        self.sums: torch.Tensor | None = None
+        self.flat: torch.Tensor | None = None
+        self.locals: list[torch.Tensor] = []
+        self.summed: list[torch.Tensor] = []
+        self._parts = [r.part for r in layout.rows]
+        shapes_here = [r.local_shape(mesh.shard.rank) for r in layout.rows]
+        self._like = [torch.empty(shape, device="meta") for shape in shapes_here]
+        self._padded = any(t.numel() != n for t, n in zip(self._like, self._parts, strict=True))
+        self._makers = self._make_makers()
+        # Parameters, by number: without a gradient of this rank so far in this step (None: nothing
+        # was taken yet), and those that the last `attach` left without one.
+        self._missing: set[int] | None = None
+        self._absent: frozenset[int] = frozenset()
+
+    def _make_makers(self) -> list[torch_private.DTensorMaker]:
+        """What every step's DTensors are made by; none where users see plain gradients."""
+        if self._plain:
+            return []
+        self._take_memory()
+        makers = [
+            member.form(rows, self.mesh).maker(local)
+            for member, rows, local in zip(self.members, self.layout.rows, self.locals, strict=True)
+        ]
+        memory = cast(torch.Tensor, self.sums).untyped_storage()
+        self.drop()
+        memory.resize_(0)  # the makers keep what describes it; nobody else has seen it
+        return makers
+
+    def _take_memory(self) -> None:
+        """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
+        (torch keeps pinned memory that is given back, so that taking it again costs nothing.)
+        """
+        if self.offload is None:
+            sums = torch.empty(self.shard_numel, dtype=self._dtype, device=self.mesh.device)
+        else:
+            pin = self.offload.pin_memory
+            sums = torch.empty(self.shard_numel, dtype=self._dtype, pin_memory=pin)
+        if marks.on is not None:
+            marks.on.buffer(self, sums.data_ptr(), sums.nbytes)
+        self.sums = sums
+        self.flat = sums[: self.layout.shard_numel] if self.counts else sums
+        if not self._padded:
+            self.locals = torch_private.views_of(self.flat, self._like)
+            return
+        pairs = zip(self.flat.split(self._parts), self._like, strict=True)
+        self.locals = [part[: like.numel()].view(like.shape) for part, like in pairs]
+
+    @property
+    def nbytes(self) -> int:
+        """Of `sums`, whether they are there or not."""
+        return self.shard_numel * self._dtype.itemsize
+
+    def open(self) -> bool:
+        """At a step's first reduce: true if what is there is worth nothing, and the sum overwrites
+        it; false if the gradients that hang on the parameters are all ours, and the sum adds.
+        """
+        self._missing = None
+        # A tensor hook is shown what this step adds, so that must not be in one sum with the rest.
+        hooked = any(parameter._backward_hooks for parameter in self.visible)
+        if self.sums is not None and self.own and not hooked:
+            return False
+        self._take_memory()
+        self._absent = frozenset()
+        self.summed = self.locals
+        if self._makers:
+            pairs = zip(self._makers, self.locals, strict=True)
+            self.summed = [make(local) for make, local in pairs]
+        return True
+
+    @property
+    def own(self) -> bool:
+        """What hangs on the parameters is what the last step put there, all of it."""
+        return all(
+            parameter.grad is summed or (parameter.grad is None and i in self._absent)
+            for i, (parameter, summed) in enumerate(zip(self.visible, self.summed, strict=True))
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Every parameter has a gradient, and they are all ours."""
+        return (
+            bool(self.summed)
+            and not self.echoes
+            and all(
+                parameter.grad is summed
+                for parameter, summed in zip(self.visible, self.summed, strict=True)
+            )
+        )
+
+    @property
+    def cleared(self) -> bool:
+        """No parameter of the unit has a gradient."""
+        return all(parameter.grad is None for parameter in self.visible)
+
+    def drop(self) -> None:
+        """Let go of the sums: they are those of whoever kept one, or nobody's."""
+        if marks.on is not None and self.sums is not None:
+            marks.on.buffer(self, self.sums.data_ptr(), -self.sums.nbytes)
+        self.sums = self.flat = None
+        self.locals, self.summed = [], []
+
+    def clear(self) -> None:
+        """Take the sums off the parameters again."""
+        for parameter, summed in zip(self.visible, self.summed, strict=False):
+            if parameter.grad is summed:
+                parameter.grad = None
+        self.drop()
+
+    def attach(self, zeroes_unused: bool) -> None:
+        """Hang the sums on the visible parameters, but for those of which no rank produced a
+        gradient. What hangs there and is not ours is added to.
+        """
+        unused = frozenset() if zeroes_unused else self._unused()
+        absent = []
+        for i, (parameter, summed) in enumerate(zip(self.visible, self.summed, strict=True)):
+            grad = parameter.grad
+            if i in self.echoes:
+                continue
+            if i in unused:
+                if grad is None:
+                    absent.append(i)
+                continue
+            if parameter._backward_hooks:
+                self._run_hooks(i)
+            if grad is None:
+                parameter.grad = summed
+            elif grad is not summed:
+                torch_private.local_of(grad).add_(self.locals[i])
+            hooks = parameter._post_accumulate_grad_hooks
+            for hook in hooks.values() if hooks else ():
+                hook(parameter)
+        self._absent = frozenset(absent)
+
+    def _run_hooks(self, i: int) -> None:
+        """Show the i-th sum to the hooks of `parameter.register_hook`, which autograd does not meet
+        (the graph has the shown parameter). What one returns takes the sum's place.
+        """
+        parameter, local = self.visible[i], self.locals[i]
+        with torch.no_grad():
+            for hook in list((parameter._backward_hooks or {}).values()):
+                returned = hook(self.summed[i])
+                if returned is None or returned is self.summed[i]:
+                    continue
+                values = torch_private.local_of(returned)
+                if values.shape != local.shape:
+                    raise RuntimeError(
+                        f"a hook on parameter {self.members[i].name!r} returned a "
+                        f"{type(returned).__name__} whose local shape is {tuple(values.shape)}, "
+                        f"expected {tuple(local.shape)}, as the gradient it was given"
+                    )
+                local.copy_(values)
+
+    def attach_echoes(self) -> None:
+        """Before any `attach`: add the gradients of tied parameters to what hangs there, so that
+        the sum is complete when its own unit hangs up the rest.
+        """
+        unused = self._unused() if self.echoes else frozenset()
+        for i in self.echoes - unused:
+            grad = self.visible[i].grad
+            if grad is None:
+                self.visible[i].grad = self.summed[i]
+            elif grad is not self.summed[i]:
+                torch_private.local_of(grad).add_(self.locals[i])
+
+    def _unused(self) -> frozenset[int]:
+        """Parameters, by number, of which no rank produced a gradient. Only a rank that produced
+        none itself has to look at what the reduce brought.
+        """
+        missing = range(len(self.visible)) if self._missing is None else self._missing
+        if not missing or not self.counts:
+            return frozenset(missing)
+        assert self.sums is not None
+        counts = self.sums[self.layout.shard_numel :].tolist()
+        return frozenset(i for i in missing if counts[i] == 0)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the parameters of which this rank produced no gradient in this step."""
+        missing = range(len(self.visible)) if self._missing is None else self._missing
+        return [self.members[i].name for i in missing]
+
+    def take(self) -> list[torch.Tensor]:
+        """Take the gradients off the shown parameters; a parameter without one counts as zeros.
+        The last tensor, where ranks count, is this rank's part of the counts.
+        """
+        found, missing = [], set()
+        for i, shown in enumerate(self.shown):
+            grad = shown.grad
+            if grad is None:
+                missing.add(i)
+                grad = torch.zeros_like(shown)
+            found.append(grad)
+            shown.grad = None
+        self._missing = missing if self._missing is None else self._missing & missing
+        if self.nested:
+            found = [
+                member.nested.local_gradient(grad) if member.nested is not None else grad
+                for member, grad in zip(self.members, found, strict=True)
+            ]
+        if self.counts:
+            found.append(self._present(frozenset(missing)))
+        return found
+
+    def _present(self, missing: frozenset[int]) -> torch.Tensor:
+        """For every rank a row: one for each parameter with a gradient, zero for one without."""
+        if not missing:
+            return self._ones
+        row = [float(i not in missing) for i in range(self.counts)]
+        return torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype).to(self.mesh.device)
+
+    def _make_slot(self) -> Slot | None:
+        """A slot with permanent pieces, where one multi-tensor copy can pack it: on a GPU, with
+        every gradient cut evenly among several ranks.
+        """
+        even = all(r.even and r.part and not r.dim for r in self.layout.rows)
+        if self.mesh.device.type == "cuda" and even and self.layout.ranks > 1:
+            return Slot(self.layout, self.counts, self.reduce_dtype, self.mesh.device)
+        return None
+
+    def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
+        """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""
+        ranks, slot = self.layout.ranks, into
+        if slot is None:
+            numel, device = ranks * self.shard_numel, self.mesh.device
+            slot = torch.empty(numel, dtype=self.reduce_dtype, device=device)
+        if self._odd:
+            rows = self.layout.rows
+            pairs = zip(found, rows, strict=False)
+            cut = [_rank_after_rank(grad, each) for grad, each in pairs if each.part]
+            found = [*cut, *found[len(rows) :]]
+        if found:
+            torch_private.chunk_cat(found, ranks, slot.view(ranks, -1))
+        return slot
+
+
+def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A gradient whose rows of dim 0 are what the ranks get."""
+    if rows.replicated:
+        return grad.expand(rows.ranks)
+    if rows.dim:
+        return grad.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0).flatten(1)
+    return grad
+
+
+class Slot:
+    """A reduce's input whose pieces, one for every parameter and rank and one for the counts of
+    every rank, are made once.
+    """
+
+    def __init__(
+        self, layout: Layout, counts: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.buffer = Buffer((layout.shard_numel + counts) * layout.ranks, dtype, device)
+        self.flat = self.buffer.flat
+        by_rank = self.flat.view(layout.ranks, -1)
+        starts = [*layout.offsets, layout.shard_numel]
+        sizes = [*(rows.part for rows in layout.rows), counts]
+        self.pieces = [
+            by_rank[rank, start : start + size]
+            for start, size in zip(starts, sizes, strict=True)
+            for rank in range(layout.ranks)
+        ]
+        self.ranks = layout.ranks
+        self.buffer.release()
+
+    def pack(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy the rows of all that was taken to their ranks' places, cast on the way."""
+        self.buffer.allocate()
+        cut = [piece for grad in found for piece in grad.reshape(self.ranks, -1).unbind(0)]
+        torch._foreach_copy_(self.pieces, cut)
+        return self.flat

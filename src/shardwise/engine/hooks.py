@@ -1,0 +1,311 @@
+"""Hooks: what a module's forward, and the gradients of its inputs and outputs, tell the engine."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from shardwise.engine import marks, torch_private, values
+from shardwise.engine.misuse import explain
+from shardwise.engine.unit import State, Unit
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+
+_ATTRIBUTE = "_shardwise_node"
+
+
+class Node:
+    """A module's hooks: which units run with it, and what its inputs and outputs tell."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[Unit],
+        find_engine: Callable[[], Engine] | None = None,
+        input_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`find_engine` is asked at the first forward, where the engine is not known before."""
+        self.module, self.units = module, units
+        self.engine: Engine | None = None
+        self.find_engine = find_engine
+        self.is_root = False
+        self.input_dtype, self.output_dtype = input_dtype, output_dtype
+        self.input_device: torch.device | None = None  # where the root's inputs are moved to
+        self.hang()
+
+    def join(self, engine: Engine, is_root: bool) -> None:
+        self.engine, self.is_root = engine, is_root
+        # Freeing inside backward waits for the gradient of the unit's input: only then is every
+        # weight used up.
+        self.tracks_inputs = engine.policy.frees_in_pass and not is_root
+
+    def hang(self) -> None:
+        """Put the hooks on the module."""
+        module = self.module
+        module.__dict__[_ATTRIBUTE] = weakref.ref(self)
+        self._handles: list[Any] = []
+        self._compiled = compiled = module._compiled_call_impl
+        if compiled is None:
+            self._handles = [
+                module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after),
+                module.register_forward_hook(self._explain, always_call=True),
+            ]
+            return
+
+        # `module.compile()` compiles the hooks too; these must run outside the compiled code.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.before(module, args, kwargs)
+            return self.after(module, args, compiled(*args, **kwargs))
+
+        module._compiled_call_impl = call
+
+    def unhang(self) -> None:
+        """Take them off again."""
+        del self.module.__dict__[_ATTRIBUTE]
+        for handle in self._handles:
+            handle.remove()
+        self.module._compiled_call_impl = self._compiled
+
+    @torch_private.never_compiled
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before forward: bring the units together; cast and watch the inputs."""
+        if self._bring_units() and self.input_device is not None:
+            args, kwargs = values.move((args, kwargs), self.input_device)
+        if self.input_dtype is not None:
+            args, kwargs = values.cast((args, kwargs), self.input_dtype)
+        if self.tracks_inputs and torch.is_grad_enabled():
+            self._watch_inputs(args, kwargs)
+        if marks.on is not None:
+            marks.on.enter(
+                self._unit_name, "backward" if torch_private.inside_backward() else "forward"
+            )
+        return args, kwargs
+
+    @torch_private.outside_transforms
+    def _bring_units(self) -> bool:
+        """Gather and show what the module runs with; true where a pass begins with it."""
+        engine = self.engine
+        if engine is None:
+            assert self.find_engine is not None
+            engine = self.find_engine()
+        outermost = engine.forward_root is None or engine.forward_root is self or self.is_root
+        begins = outermost and not torch_private.inside_backward()
+        if begins:
+            engine.begin_forward(self)
+        for unit in self.units:
+            if (
+                unit.remaining == len(unit.modules)
+                or unit.state is not State.READY
+                or not unit.is_shown
+            ):
+                engine.before_forward(unit)
+        return begins
+
+    @property
+    def _unit_name(self) -> str:
+        return self.units[-1].name if self.units else ""
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> None:
+        """When the gradient of an input is complete, this module's backward is over."""
+        units = [unit for unit in self.units if len(unit.modules) == 1]
+        if not units:
+            return
+        for tensor in values.tensors((args, kwargs)):
+            if tensor.requires_grad:
+                if tensor.grad_fn is None:
+                    # A leaf may come again in every step and would gather hooks: free at the end.
+                    for unit in units:
+                        unit.open_inputs += 1
+                    return
+                watch = getattr(tensor, "_shardwise_watch", None)
+                if watch is None:
+                    watch = self._watch()
+                    tensor.register_hook(watch)
+                for unit in units:
+                    unit.open_inputs += 1
+                    watch.consumers.append((weakref.ref(self), weakref.ref(unit)))
+                return  # the first input tells
+        for unit in units:
+            unit.untracked += 1
+
+    def _watch(self) -> Watch:
+        assert self.engine is not None
+        # None in a backward that runs the forward again: then it has begun.
+        return Watch(self.engine.hold)
+
+    @torch_private.outside_transforms
+    def input_done(self, unit: Unit) -> None:
+        """The gradient of an input of `unit`'s module is complete."""
+        unit.open_inputs -= 1
+        if unit.open_inputs <= 0:
+            assert self.engine is not None
+            self.engine.inputs_done(unit)
+
+    @torch_private.never_compiled
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After forward: watch the outputs for backward's arrival; let the units go."""
+        if marks.on is not None:
+            marks.on.leave()
+        if self.output_dtype is not None:
+            output = values.cast(output, self.output_dtype)
+        watched = (
+            [t for t in values.tensors(output) if t.requires_grad]
+            if torch.is_grad_enabled()
+            else []
+        )
+        for tensor in watched:
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # Changing a view in place takes it, with its hooks, out of the graph; what made
+                # its base stays there.
+                before = self._watch()
+                before.producer = weakref.ref(self)
+                base.grad_fn.register_prehook(before)
+                watch = self._watch()
+            else:
+                watch = self._watch()
+                watch.producer = weakref.ref(self)
+            tensor.register_hook(watch)
+            tensor._shardwise_watch = watch  # type: ignore[attr-defined]
+        if torch_private.inside_transform() and torch.is_grad_enabled():
+            output = values.transform(output, self._announce)
+            watched = [t for t in values.tensors(output) if t.is_floating_point()]
+        self._let_units_go(output, bool(watched))
+        return output
+
+    @torch_private.outside_transforms
+    def _let_units_go(self, output: Any, awaits_backward: bool) -> None:
+        engine = self.engine
+        assert engine is not None
+        for unit in self.units:
+            unit.remaining -= 1
+            if unit.remaining <= 0:
+                unit.remaining = len(unit.modules)
+                engine.after_forward(unit)
+        if engine.forward_root is self and not torch_private.inside_backward():
+            if not awaits_backward:
+                self._check_output(output)
+            engine.end_forward(awaits_backward)
+
+    def _announce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Watch an output for which a transform of torch.func does not say whether a gradient will
+        come to it.
+        """
+        if tensor.requires_grad or not tensor.is_floating_point():
+            return tensor
+        watch = self._watch()
+        watch.producer = weakref.ref(self)
+        return cast(torch.Tensor, Announced.apply(lambda: watch(None), tensor))
+
+    def _check_output(self, output: Any) -> None:
+        """Error where nothing in a training output carries a gradient that we can see."""
+        assert self.engine is not None
+        if not (torch.is_grad_enabled() and self.module.training and self.engine.reduce_order):
+            return
+        opaque = next(values.opaque(output), None)
+        if opaque is not None:
+            raise RuntimeError(
+                f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
+                "tensor with a gradient was found, so backward would not gather its parameters; "
+                "return tensors in tuples, lists, dicts or dataclasses, or call it under "
+                "torch.no_grad()"
+            )
+
+    def _explain(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward may have ended in an error that we can say more about; the pass ends with it."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            engine = self.engine
+            ended = engine is not None and engine.forward_root is self
+            if ended and not torch_private.inside_backward():
+                assert engine is not None
+                engine.reset()
+            explain(
+                error,
+                "Read parameters inside the forward of the module that was sharded with them, or "
+                "shard the modules that share them as one unit (fully_shard([a, b]), or units= of "
+                "the Plan)",
+            )
+
+    @torch_private.outside_transforms
+    def before_backward(self) -> None:
+        """The gradient of an output of this module is complete."""
+        engine = self.engine
+        assert engine is not None
+        engine.open_backward()
+        if marks.on is not None:
+            marks.on.turn(self._unit_name, "backward")
+        for unit in self.units:
+            engine.before_backward(unit)
+
+
+def node_of(module: nn.Module) -> Node | None:
+    """The hooks on a module, if units run with it."""
+    found = module.__dict__.get(_ATTRIBUTE)
+    node = found() if found is not None else None
+    # A copy of the module brings the original's along.
+    return node if node is not None and node.module is module else None
+
+
+class Announced(torch.autograd.Function):
+    """A tensor as it is; `arrives` is called when its gradient comes, or that of its tangent."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(arrives: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.arrives = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.arrives()
+        return None, gradient
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: torch.Tensor | None) -> Any:
+        return None if tangent is None else Announced.apply(ctx.arrives, tangent)
+
+
+class Hold:
+    """Keeps an engine alive for the backward of one forward, whose graph may outlive the model.
+    When that backward begins it lets go: a loss that somebody keeps does not keep the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine: Engine | None = engine
+
+
+class Watch:
+    """A tensor's or a node's hook: its gradient is complete, so those who consumed it are done and
+    its producer is next. torch keeps hooks where Python's collector cannot look, for as long as the
+    graph is there, so they keep nothing but the `Hold`.
+    """
+
+    def __init__(self, hold: Hold | None) -> None:
+        self.hold = hold
+        self.producer: weakref.ref[Node] | None = None
+        self.consumers: list[tuple[weakref.ref[Node], weakref.ref[Unit]]] = []
+
+    def __call__(self, gradient: Any) -> None:
+        for node_of, unit_of in self.consumers:
+            node, unit = node_of(), unit_of()
+            if node is not None and unit is not None:
+                node.input_done(unit)
+        node = self.producer() if self.producer is not None else None
+        if node is not None:
+            node.before_backward()
+        if self.hold is not None:  # what the running backward needs is kept by its end's callback
+            self.hold.engine = None

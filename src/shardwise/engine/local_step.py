@@ -1,0 +1,233 @@
+"""An optimizer over sharded parameters steps on flat local tensors, behind its own `step`.
+
+The program keeps its optimizer: the parameters, gradients and state that it sees stay what they
+are. Optimizers that treat every element alike run on `stretches` over the same memory: no DTensor
+dispatch, little work per parameter, and torch chooses its multi-tensor kernels, which it does not
+for DTensors. A hook before the step hands torch's `step` a shadow of the optimizer, over the flat
+tensors; the optimizer itself is not touched. Whatever does not fit (step hooks of the user, another
+optimizer, a compiled step) takes torch's own way, on the same state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from shardwise.engine import guard, torch_private
+from shardwise.engine.stretches import Group, State
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad,
+    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+
+
+class LocalStep:
+    """What is known of one optimizer: the engines of its parameters, and what they step as."""
+
+    def __init__(self) -> None:
+        self._engines: list[weakref.ref[Engine]] = []
+        self._found_from = (0, 0)  # how many parameter groups and marks there were then
+        self._layouts: list[int] = []  # of the engines, when the groups were made
+        self._visible: list[list[torch.Tensor]] = []  # by param group, as the optimizer has them
+        self.groups: list[Group] = []
+
+    def find_engines(self, optimizer: torch.optim.Optimizer) -> list[Engine]:
+        """The engines of the optimizer's parameters; looked for again where there are more
+        parameter groups or engines now.
+        """
+        found_from = len(optimizer.param_groups), guard.marked
+        if self._found_from != found_from:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for parameter in parameters:
+                _check_unmoved(parameter, optimizer)
+            engines = {id(e): e for e in map(guard.engine_of, parameters) if e is not None}
+            self._engines = [weakref.ref(engine) for engine in engines.values()]
+            self._found_from = found_from
+        return [engine for reference in self._engines if (engine := reference()) is not None]
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> list[Group]:
+        """The groups as they step; looked at again where the parameters, or the memory under them,
+        are others now.
+        """
+        layouts = [engine.relayouts for engine in self.find_engines(optimizer)]
+        visible = [group["params"] for group in optimizer.param_groups]
+        if (
+            len(visible) != len(self._visible)
+            or layouts != self._layouts
+            or not all(map(_same, visible, self._visible))
+            or not all(s.unmoved for group in self.groups for s in group.stretches)
+        ):
+            self._visible = [list(parameters) for parameters in visible]
+            self._layouts = layouts
+            self.groups = [Group(parameters) for parameters in visible]
+        return self.groups
+
+    def doubt(self) -> None:
+        """Torch does a step its own way, on the parameters' own state."""
+        for group in self.groups:
+            group.doubt()
+
+
+def _shadow(optimizer: torch.optim.Optimizer, known: LocalStep) -> torch.optim.Optimizer:
+    """The same optimizer over flat tensors, for one step. The other one stays as it is."""
+    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    states = _States(optimizer)
+    shadow.state = cast(Any, states)
+    shadow.param_groups = _Groups(optimizer, known, states)
+    return shadow
+
+
+class _States(dict[torch.Tensor, State]):
+    """The state of flat tensors, and of parameters that step as they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def __missing__(self, parameter: torch.Tensor) -> State:
+        return cast(State, self._optimizer.state[parameter])
+
+
+class _Groups(list[dict[str, Any]]):
+    """An optimizer's groups, over flat tensors as soon as its step comes to them: a closure has
+    made the gradients then.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, known: LocalStep, states: _States) -> None:
+        super().__init__(optimizer.param_groups)
+        self._optimizer, self._known, self._states = optimizer, known, states
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        optimizer = self._optimizer
+        groups = self._known.follow(optimizer)
+        for group, ours in zip(optimizer.param_groups, groups, strict=True):
+            try:
+                # Not in one: torch's multi-tensor calls take no DTensors among others.
+                for parameters in ours.prepare(optimizer.state, self._states):
+                    if parameters:
+                        yield {**group, "params": parameters}
+            finally:
+                ours.finish()  # also where the step ends in an error
+
+
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep] = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def watch_optimizers() -> None:
+    """Check every optimizer at its `step` from now on, and let those over sharded parameters step
+    on local rows. Installed with the first sharded model, not on import.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        torch_optimizer.register_optimizer_step_pre_hook(_Watcher(_before_step))
+
+
+class _Watcher:
+    """A hook of ours on every optimizer's step; those of others keep a step as torch does it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        # A compiled step is the one on the parameters themselves, without a break for a hook.
+        if torch.compiler.is_compiling():
+            return None
+        if torch_private.compiles_frames():
+            torch._dynamo.disable(self.hook)(*args)
+            return None
+        return self.hook(*args)
+
+
+def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
+    """Call `before` each optimizer's step, also one on local rows, and `after` it with the
+    optimizer as it was; for a profile, which must not change the way that a step goes.
+    """
+    first = torch_optimizer.register_optimizer_step_pre_hook(_Watcher(before))
+    _first(torch_optimizer._global_optimizer_pre_hooks, first)
+    return [first, torch_optimizer.register_optimizer_step_post_hook(_Watcher(after))]
+
+
+def _first(hooks: Any, handle: Any) -> None:
+    """Let one of them be called before all others."""
+    hooks.move_to_end(handle.id, last=False)
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Errors that a step would hide; then torch's `step` gets a shadow of the optimizer."""
+    known = _steps.get(optimizer)
+    if known is None:
+        known = _steps[optimizer] = LocalStep()
+    engines = known.find_engines(optimizer)
+    for engine in engines:
+        engine.check_interrupted()
+    if engines and _takes(optimizer):
+        return (_shadow(optimizer, known), *args[1:]), kwargs
+    known.doubt()
+    return None
+
+
+def _check_unmoved(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Error if the optimizer is from before sharding."""
+    moved = getattr(parameter, "_shardwise_moved", None)
+    if moved is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was built before sharding and holds the old parameter "
+            f"{moved!r}, which no longer trains; build the optimizer from model.parameters() "
+            "after sw.shard(model, plan) or fully_shard(model)"
+        )
+
+
+def _takes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody can tell: hooks would be shown a shadow among the arguments of `step`, and
+    only elementwise arithmetic is the same on rows.
+    """
+    return (
+        type(optimizer) in ELEMENTWISE
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and _only_ours(torch_optimizer._global_optimizer_pre_hooks)
+        and _only_ours(torch_optimizer._global_optimizer_post_hooks)
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+    )
+
+
+def _only_ours(hooks: Mapping[int, Any]) -> bool:
+    return all(type(hook) is _Watcher for hook in hooks.values())
+
+
+def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer` itself, once it is sure that it steps on flat local buffers: an error if it is of
+    a kind that cannot, or has no parameter of a sharded model.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise TypeError(
+            f"sw.local takes optimizers that treat every element alike ({kinds}), got "
+            f"{type(optimizer).__name__}; use it directly: it works on the sharded parameters"
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if guard.engine_of(parameter) is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
+                    "build the optimizer from model.parameters() after sw.shard(model, plan)"
+                )
+    return optimizer
+
+
+def _same(now: list[torch.Tensor], then: list[torch.Tensor]) -> bool:
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))

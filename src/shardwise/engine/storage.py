@@ -1,0 +1,433 @@
+"""Where the tensors of a unit live.
+
+A unit is the parameters that travel together. Each role has ONE flat buffer per unit; every tensor
+that anybody sees is a permanent view of one, made once. Taking and giving back memory is one
+storage resize per unit.
+
+    name      what it holds                                dtype    when its memory is there
+    --------  -------------------------------------------  -------  --------------------------------
+    master    this rank's rows of every parameter          own      always
+    visible   what users and optimizers see: DTensors,     own      views of master
+              or plain parameters in ddp
+    full      every row of every parameter                 compute  from a gather to the next free
+    shown     what the module computes with: plain         compute  views of full; in the modules'
+              parameters                                            places while the unit runs
+    staging   a packed gather's output, rank after rank    compute  while that gather is under way
+    kept      1/k of full, for keep_after_forward = k      compute  from forward to backward
+    slot      all gradients, rank after rank: what a       reduce   from the end of its backward
+              reduce-scatter reads                                  until the scatter is done
+    sums      this rank's rows of every summed gradient    own      taken anew in every step; with
+              (`flat`), and who produced one (`counts`)             whoever keeps a gradient
+    summed    visible.grad: DTensors, or plain in ddp      own      views of flat, made anew
+
+Two parameters on n = 2 ranks, A of 5 rows (3 + 2, one row of padding `..`), B of 4 rows (2 + 2):
+
+    rank 0  master    | A0 A1 A2 | B0 B1 |
+    rank 1  master    | A3 A4 .. | B2 B3 |
+
+                      from rank 0        from rank 1
+    staging           | A0 A1 A2 | B0 B1 | A3 A4 .. | B2 B3 |   as an all-gather writes it
+                        copy-out, one kernel per unit
+    full              | A0 A1 A2 A3 A4 .. | B0 B1 B2 B3 |       parameter after parameter
+    shown               A: 5 rows           B: 4 rows
+
+                      for rank 0              for rank 1
+    slot              | A0 A1 A2 | B0 B1 | cc | A3 A4 .. | B2 B3 | cc |   packed by one kernel
+    rank 0  sums      | A0 A1 A2 | B0 B1 | cc |                 as the reduce-scatter writes it
+
+`c` is 1 where this rank produced a gradient of the parameter, else 0: the sum tells a rank without
+one whether any other had. The rule for all memory: what a user can hold is never resized or reused
+under them. `full` is the one exception, as in torch: what was read of it while it was gathered has
+no memory when it is freed.
+
+Who has what memory: master, full, kept and sums come and go in compute's order; staging and
+slots belong to the lane that uses them (`engine/lanes.py`). A unit of one parameter needs no
+staging. With n = 1 the full buffer is the master itself, or its cast.
+
+Because `full` only ever loses its bytes and never its identity, what autograd saved of a shown
+parameter in forward is still the same tensor in backward; the gather that brings the bytes back
+writes through `full_bytes`, an alias with a version counter of its own, so that autograd does not
+take the write for a change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine import marks, torch_private
+from shardwise.engine.bits import checksums
+from shardwise.engine.forms import Form, Nested
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.route import Route, Way
+from shardwise.planning.rows import Layout, Rows, lay_out
+
+_VERSION = attrgetter("_version")
+_HOME = "_shardwise_parameters"  # on a visible parameter: who keeps its master
+
+
+def _nowhere() -> None:
+    return None
+
+
+class Address:
+    """What a plain parameter stands on: given other memory, it has another address."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._known = parameter.data_ptr(), parameter.dtype, parameter.device
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return (parameter.data_ptr(), parameter.dtype, parameter.device) == self._known
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Masters and gradients live on the host, in pinned memory or not."""
+
+    pin_memory: bool = True
+
+
+class Buffer:
+    """A flat tensor whose memory comes and goes while its views stay."""
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+    ) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
+        self._fixed = pin_memory  # pinning is dear, and a resize would lose it
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self.allocated = True
+
+    def allocate(self) -> None:
+        if not self.allocated:
+            self._storage.resize_(self._nbytes)
+            self.allocated = True
+            if marks.on is not None:
+                marks.on.buffer(self, self._storage.data_ptr(), self._nbytes)
+
+    def release(self) -> None:
+        # numpy has a view: torch resizes that storage no more.
+        if self.allocated and not self._fixed and self._storage.resizable():
+            if marks.on is not None:
+                marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
+            self._storage.resize_(0)
+            self.allocated = False
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Memory is there inside; views can only be made while it is."""
+        was = self.allocated
+        self.allocate()
+        yield
+        if not was:
+            self.release()
+
+
+@dataclass
+class Member:
+    """One parameter of a unit: its names and the places in modules where it hangs."""
+
+    names: list[str]
+    places: list[tuple[nn.Module, str]]
+    original: nn.Parameter
+    dim: int = 0  # the dim that is cut
+    nested: Nested | None = None  # a DTensor by itself (tensor parallel)
+    sharded: bool = False  # `original` holds this rank's rows already (a copy of a sharded model)
+    # What is cut: the parameter's own shape, or that of its local tensor on the other mesh.
+    shape: tuple[int, ...] = ()
+    stays: bool = False  # `original`, sharded, is what users have seen so far, and stays that
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            self.shape = tuple(torch_private.local_of(self.original.data).shape)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def registered(self) -> nn.Parameter:
+        """What hangs in the module now."""
+        module, key = self.places[0]
+        parameter = module._parameters.get(key)
+        if parameter is None:
+            raise RuntimeError(
+                f"parameter {self.name!r} was removed after sharding; change the model before it "
+                "is sharded"
+            )
+        for name, (module, key) in zip(self.names[1:], self.places[1:], strict=False):
+            if module._parameters.get(key) is not parameter:
+                raise RuntimeError(
+                    f"parameter {name!r} was tied to {self.name!r} when the model was sharded, and "
+                    "is another one now; untie them before sharding, or change both together"
+                )
+        return parameter
+
+    def form(self, rows: Rows, mesh: Mesh) -> Form:
+        """How users see it."""
+        return Form.of_rows(rows, mesh) if self.nested is None else self.nested.sharded
+
+
+class Parameters:
+    """The parameter buffers of one unit: `master` with `visible` over it from the start, `full`
+    with `shown` over it once the unit is first used.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        mesh: Mesh,
+        plain: bool = False,
+        offload: Offload | None = None,
+    ) -> None:
+        self.mesh, self.plain, self.offload = mesh, plain, offload
+        self.layout = lay_out([m.shape for m in members], mesh.shard.size, [m.dim for m in members])
+        self.members = [members[i] for i in self.layout.order]
+        self._sums = None if any(m.sharded for m in members) else self._checksums()
+        self.master = self._make_master(torch_private.local_of(members[0].original.data))
+        self.dtype = self.master.dtype
+        with torch.no_grad():
+            self.visible = [self._make_visible(member, i) for i, member in enumerate(self.members)]
+        self.shown: list[nn.Parameter] = []
+        # Members, by number, in whose places a parameter of another member was hung after sharding:
+        # a tie. The other one keeps the master; these rows are copied from it before every gather,
+        # and their gradient is added to its own.
+        self.echoes: set[int] = set()
+        self._remember()
+        self._version_at_birth = self.version
+
+    @property
+    def version(self) -> int:
+        """Grows with every write to the masters: through the flat buffer, its views (the local
+        tensors) or the parameters (a DTensor counts for itself).
+        """
+        return self.master._version + sum(map(_VERSION, self.visible))
+
+    @property
+    def checksums(self) -> dict[str, int] | None:
+        """Of each whole parameter as this rank had it; None once the values were changed."""
+        if self._sums is None or self.version != self._version_at_birth:
+            return None
+        return dict(zip([m.name for m in self.members], self._sums.tolist(), strict=True))
+
+    def _checksums(self) -> torch.Tensor | None:
+        return checksums([torch_private.local_of(member.original.data) for member in self.members])
+
+    def forget_checksums(self) -> None:
+        self._sums = None
+
+    def _make_master(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros of the dtype of `like`, where that is or offloaded."""
+        numel, dtype = self.layout.shard_numel, like.dtype
+        if self.offload is None or like.is_meta:
+            return torch.zeros(numel, dtype=dtype, device=like.device)
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.offload.pin_memory)
+
+    def _make_visible(self, member: Member, i: int) -> nn.Parameter:
+        """Copy this rank's rows into `master`, and make the parameter that users see over them."""
+        rows = self.layout.rows[i]
+        local = self._local(self.master, i)
+        original = member.original
+        values = torch_private.local_of(original.data)
+        if not local.is_meta:
+            local.copy_(values if member.sharded else self._own_rows(values, rows))
+        if self.plain:
+            original.data = local
+            return original
+        if member.stays:
+            torch_private.set_local(cast(DTensor, original), local)
+            return original
+        wrapped = member.form(rows, self.mesh).wrap(local)
+        visible = torch_private.make_parameter(wrapped, original.requires_grad)
+        visible.__dict__.update(original.__dict__)
+        if member.sharded:
+            visible.grad = original.grad
+        # Whoever still holds the original (an optimizer made too early) must not train or keep it
+        # silently.
+        if type(original.data) is torch.Tensor:
+            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+        original.__dict__["_shardwise_moved"] = member.name
+        return visible
+
+    def _own_rows(self, values: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if rows.replicated:
+            return values
+        start, stop = rows.span(self.mesh.shard.rank)
+        return values.narrow(rows.dim, start, stop - start)
+
+    def _local(self, master: torch.Tensor, i: int) -> torch.Tensor:
+        return local_rows(master, self.layout, i, self.mesh.shard.rank)
+
+    def prepare(self, compute_dtype: torch.dtype) -> None:
+        """Make `full` and what modules compute with. Needs parameters with memory."""
+        self.compute_dtype = compute_dtype
+        self.aliased = (
+            self.mesh.shard.size == 1 and self.dtype == compute_dtype and self.offload is None
+        )
+        if self.aliased:
+            self.full = self.master
+        else:
+            self.buffer = Buffer(self.layout.full_numel, compute_dtype, self.mesh.device)
+            self.full = self.buffer.flat
+        # Writing through `.data` leaves the version counter that autograd checks alone.
+        self.full_bytes = self.full.data
+        self.shown = []
+        for i, (member, visible) in enumerate(zip(self.members, self.visible, strict=True)):
+            tensor = whole(self.full, self.layout, i)
+            if member.nested is not None:
+                with torch.no_grad():
+                    tensor = member.nested.whole.wrap(tensor)
+            shown = nn.Parameter(tensor, requires_grad=visible.requires_grad)
+            # An optimizer built while it is in its place would train nothing.
+            shown.__dict__["_shardwise_moved"] = member.name
+            self.shown.append(shown)
+
+    def restore_shown(self) -> None:
+        """Let the shown parameters stand on `full` again, with the values they have now."""
+        for i, (member, shown) in enumerate(zip(self.members, self.shown, strict=True)):
+            tensor = whole(self.full, self.layout, i)
+            if member.nested is not None or shown.data_ptr() == tensor.data_ptr():
+                continue
+            if (shown.shape, shown.dtype) != (tensor.shape, tensor.dtype):
+                raise RuntimeError(
+                    f"parameter {member.name!r} became a {shown.dtype} of shape "
+                    f"{tuple(shown.shape)} while it was gathered; call reshard() and change the "
+                    "sharded one"
+                )
+            tensor.data.copy_(shown.data)
+            shown.data = tensor
+
+    def make_route(self, mode: str, custom: Any) -> Way:
+        """How a gather fills `full`."""
+        with self.buffer.present():
+            return Route(self.mesh.shard, self.layout, self.master, self.full_bytes, mode, custom)
+
+    @property
+    def unmoved(self) -> bool:
+        """What hangs in the modules is what was put there, on the same memory."""
+        for places, key, visible, standing in self._known:
+            if places.get(key) is not visible or not standing.is_of(visible):
+                return False
+        return True
+
+    def follow(self) -> None:
+        """Take over parameters that were moved, cast, given memory, replaced or tied in their
+        modules.
+        """
+        found = [member.registered for member in self.members]
+        self._check_data_kept()
+        locals_ = [torch_private.local_of(parameter.data) for parameter in found]
+        self._check_alike(found, locals_)
+        self.echoes = {i for i in range(len(found)) if self._is_tied(found, i)}
+        with torch.no_grad():
+            master = self._make_master(locals_[0])
+            for i, (visible, parameter, local) in enumerate(
+                zip(self.visible, found, locals_, strict=True)
+            ):
+                rows = self._local(master, i)
+                if not rows.is_meta:
+                    rows.copy_(local)
+                if i in self.echoes:
+                    continue
+                if parameter is not visible:
+                    parameter.requires_grad_(visible.requires_grad)
+                    parameter.__dict__.update(visible.__dict__)
+                if self.plain:
+                    parameter.data = rows
+                else:
+                    torch_private.set_local(cast(DTensor, parameter), rows)
+        self.visible, self.master, self.dtype = found, master, master.dtype
+        self._remember()
+        self.forget_checksums()
+
+    def _is_tied(self, found: list[nn.Parameter], i: int) -> bool:
+        """Whether what hangs in the i-th member's place is the parameter of another member, here or
+        in another unit, and hangs there too.
+        """
+        parameter = found[i]
+        if any(parameter is other for other in found[:i]):
+            return True
+        home = parameter.__dict__.get(_HOME, _nowhere)()
+        return home is not None and home is not self and home.holds(parameter)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of ours, and in its place."""
+        return any(
+            visible is parameter and i not in self.echoes and member.registered is parameter
+            for i, (member, visible) in enumerate(zip(self.members, self.visible, strict=True))
+        )
+
+    @torch.no_grad()
+    def copy_echoes(self) -> None:
+        """Bring the rows of tied members up to date; through `.data`, because autograd may have
+        saved them.
+        """
+        for i in self.echoes:
+            self._local(self.master.data, i).copy_(torch_private.local_of(self.visible[i]))
+
+    def _remember(self) -> None:
+        home = weakref.ref(self)
+        for i, visible in enumerate(self.visible):
+            if i not in self.echoes:
+                visible.__dict__[_HOME] = home
+        standing = Address if self.plain else torch_private.Standing
+        self._known: list[tuple[dict[str, Any], str, nn.Parameter, Any]] = [
+            (module._parameters, key, visible, standing(visible))
+            for member, visible in zip(self.members, self.visible, strict=True)
+            for module, key in member.places
+        ]
+
+    def _check_data_kept(self) -> None:
+        """Error if `p.data = ` was used on a DTensor: its values are in its local tensor, which
+        that leaves as it was, so that what was assigned is lost.
+        """
+        for places, key, visible, standing in self._known:
+            if places.get(key) is visible and not self.plain and standing.lost_data(visible):
+                name = next(m.name for m in self.members if m.registered is visible)
+                raise RuntimeError(
+                    f"parameter {name!r} was given other memory by `p.data = `, which does "
+                    "nothing to the values of a DTensor; write p.data.copy_(values), or put "
+                    "another parameter in its place"
+                )
+
+    def _check_alike(self, found: list[nn.Parameter], locals_: list[torch.Tensor]) -> None:
+        """What stands in for a parameter must be sharded as it was, all of a unit alike."""
+        for i, (member, parameter, local) in enumerate(
+            zip(self.members, found, locals_, strict=True)
+        ):
+            wanted = self.layout.rows[i].local_shape(self.mesh.shard.rank)
+            if tuple(local.shape) != wanted or isinstance(parameter.data, DTensor) == self.plain:
+                kind = "plain" if self.plain else "sharded"
+                raise RuntimeError(
+                    f"parameter {member.name!r} was replaced after sharding by a "
+                    f"{type(parameter.data).__name__} whose local shape is {tuple(local.shape)}, "
+                    f"expected a {kind} one of {wanted}; it would be neither sharded nor trained. "
+                    "Change parameters in place, or change the model before it is sharded"
+                )
+            if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
+                raise RuntimeError(
+                    f"parameter {member.name!r} is {local.dtype} on {local.device} now, but "
+                    f"{self.members[0].name!r} of the same unit is {locals_[0].dtype} on "
+                    f"{locals_[0].device}; move or cast the parameters of a unit together"
+                )
+
+
+def whole(full: torch.Tensor, layout: Layout, i: int) -> torch.Tensor:
+    """The i-th parameter in a full buffer."""
+    start, rows = layout.offsets[i] * layout.ranks, layout.rows[i]
+    return full[start : start + rows.numel].view(rows.shape)
+
+
+def local_rows(shard: torch.Tensor, layout: Layout, i: int, rank: int) -> torch.Tensor:
+    """The rows of the i-th parameter that `rank` keeps, in a shard-sized buffer."""
+    start, shape = layout.offsets[i], layout.rows[i].local_shape(rank)
+    return shard[start : start + torch.Size(shape).numel()].view(shape)

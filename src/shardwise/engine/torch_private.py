@@ -1,0 +1,333 @@
+"""Where torch versions differ (2.11 to 2.13), and names that torch keeps private and may move.
+
+Some stay where they are used, because they are the thing itself: a module's `_parameters` dict
+(`engine/unit.py`), its `_compiled_call_impl` (`engine/hooks.py`), a tensor's `_version` and
+`_base`, and torch's `_foreach_` calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["REGISTRY_KEY", "STATE_KEY", "FSDPState", "RegistryItem"]  # torch's own, from here
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+# The versions that the tests pass on; README.md and pyproject.toml say the same.
+TESTED = ("2.11", "2.13")
+
+
+@functools.cache  # once in a process
+def warn_if_untested() -> None:
+    """A newer torch may have changed what this project relies on."""
+    newest = tuple(int(part) for part in TESTED[1].split("."))
+    running = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if running and tuple(map(int, running.groups())) > newest:
+        warnings.warn(
+            f"shardwise is tested with torch {TESTED[0]} to {TESTED[1]}, this is "
+            f"{torch.__version__}: compare a few steps with one process before you rely on it",
+            stacklevel=2,
+        )
+
+
+# 2.13 renamed the two calls that take one flat tensor; the old names warn there. Looked up in
+# `dist` at each call, so that whatever wraps them there (an emulated network, a recorder) is met by
+# torch's engines and by ours alike.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+_GROUPED = (
+    "all_gather_single_coalesced"
+    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
+    return getattr(dist, ALL_GATHER)(output, input, group=group, async_op=True)
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
+    return getattr(dist, REDUCE_SCATTER)(output, input, group=group, async_op=True)
+
+
+def all_gather_grouped(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
+) -> Any:
+    """Many gathers in one call of the backend, each into its own place."""
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    return getattr(group, _GROUPED)(outputs, inputs, options)
+
+
+def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> None:
+    """Cut each tensor into `ranks` equal row blocks (zero-padded) and lay them side by side,
+    casting: one kernel.
+    """
+    torch._chunk_cat(tensors, 0, ranks, out=output)
+
+
+def never_compiled(function: Call) -> Call:
+    """`function`, run as it is also when what calls it is compiled. (torch.compiler.disable would
+    load the compiler for everybody.)
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Call, call)
+
+
+def compiles_frames() -> bool:
+    """Whether every function that is called now would be compiled: inside torch.compile, where it
+    gave up on the caller.
+    """
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that holds other tensors and acts for them."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func (jvp, grad, vmap) is under way."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def outside_transforms(function: Call) -> Call:
+    """`function`, for which tensors are plain, not wrapped for the transforms under way."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not inside_transform():
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return cast(Call, call)
+
+
+def insert_module_state(module: nn.Module, state: FSDPState) -> None:
+    """Let torch find the state of a module."""
+    _composable_state._insert_module_state(module, state)
+
+
+def remove_module_state(module: nn.Module) -> None:
+    del _composable_state._module_state_mapping[module]
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(outside_transforms(callback))
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch.cuda.current_stream without making a new object each time (8 us of it, measured)."""
+    key = torch._C._cuda_getCurrentStream(device.index or 0)
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
+
+
+def supported_devices(group: Any) -> set[str]:
+    """Device types that a process group can move: those it was made for. (torch's `_device_types`
+    knows the backends inside a group only, so none for a group that is written in Python.)
+    """
+    declared = dist.get_backend_config(group).split(",")
+    return {device.type for device in group._device_types} | {
+        pair.partition(":")[0] for pair in declared
+    }
+
+
+def default_store() -> Any:
+    """The store through which the ranks of this world met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+class Standing:
+    """What a parameter stands on: a DTensor on its local tensor, beside which `p.data = ` exchanges
+    a storage that has nothing in it. Both are held, so that nothing new can be taken for them.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._local, self._storage = local_of(parameter), parameter.untyped_storage()
+        self._identity = self._storage._cdata
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return (
+            local_of(parameter) is self._local
+            and parameter.untyped_storage()._cdata == self._identity
+        )
+
+    def lost_data(self, parameter: torch.Tensor) -> bool:
+        """The parameter's `data` was set, which left its local tensor as it was."""
+        return local_of(parameter) is self._local and not self.is_of(parameter)
+
+
+class DTensorMaker:
+    """Makes DTensors that stand on given local tensors themselves, all of one kind. (What
+    DTensor.from_local makes of a host tensor is a copy on the mesh's device.)
+    """
+
+    def __init__(
+        self,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: torch.Size,
+    ) -> None:
+        """`local` is one of the local tensors; of it only what describes it is read, again and
+        again, so that its memory may go.
+        """
+        stride = torch.empty(shape, device="meta").stride()
+        meta = TensorMeta(shape, stride, local.dtype)
+        self._spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        self._like = local
+        _teach_dtensors()
+
+    def __call__(self, local: torch.Tensor) -> DTensor:
+        made = DTensor.__new__(DTensor, self._like, self._spec, requires_grad=False)
+        made._local_tensor = local
+        return made
+
+
+def views_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A flat tensor as views of the given shapes, one after the other, in one call."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, like))
+
+
+@functools.cache
+def _teach_dtensors() -> None:
+    """Let copy.deepcopy and torch.save take a DTensor that stands on a part of a storage. torch
+    takes one that does not start there for a tensor with memory of its own, and fails. (A DTensor
+    that claims to start there is no way out: torch.compile rejects it.)
+    """
+    for name, method in (("__deepcopy__", _deepcopy), ("__reduce_ex__", _reduce)):
+        setattr(DTensor, name, method)
+
+
+def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    local = tensor._local_tensor
+    part = local.untyped_storage().nbytes() != local.nbytes
+    if id(tensor) in memo or not part or local.is_meta or not tensor.is_leaf:
+        return torch.Tensor.__deepcopy__(tensor, memo)
+    copied = DTensor(local.detach().clone(), tensor._spec, requires_grad=tensor.requires_grad)
+    copied.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+    if tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = copied
+    return copied
+
+
+def _reduce(tensor: DTensor, protocol: Any) -> Any:
+    if not tensor.storage_offset():
+        return torch.Tensor.__reduce_ex__(tensor, protocol)
+    local = tensor._local_tensor.detach()
+    start = local.as_strided(local.size(), local.stride(), 0)
+    same = DTensor(start, tensor._spec, requires_grad=tensor.requires_grad)
+    same.__dict__.update(tensor.__dict__)
+    set_local(same, local)
+    return torch.Tensor.__reduce_ex__(same, protocol)
+
+
+def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
+    """The DTensor itself as a parameter. (nn.Parameter would detach it and so give it another local
+    tensor.)
+    """
+    tensor.requires_grad_(requires_grad)
+    tensor._is_param = True
+    return cast(nn.Parameter, tensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, itself and outside autograd; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let a DTensor stand on other memory of the same shape and dtype."""
+    tensor._local_tensor = local
+
+
+def completed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose functional collective, if any, has ended."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of all of them, in order."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """The placement of a tensor that a later axis of its mesh had already cut along `dim`."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts, if it cuts one."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def symmetric_all_gather(group: Any, backend: str) -> Any:
+    """torch's all-gather with buffers of symmetric memory; None where torch has none."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    made = getattr(_fsdp_collectives, "SymmMemAllGather", None)
+    return None if made is None else made(group, backend)
+
+
+_RUNTIME = re.compile(r"cu(da)?[A-Z]")
+
+
+def activity_of(event: Any) -> str:
+    """What an event of torch's profiler is. 2.11 does not say: there the name tells."""
+    if hasattr(event, "activity_type"):
+        return str(event.activity_type())
+    name = event.name()
+    if event.is_user_annotation():
+        return "user_annotation" if event.device_type().name == "CPU" else "gpu_user_annotation"
+    if event.device_type().name == "CPU":
+        return "cuda_runtime" if _RUNTIME.match(name) else "cpu_op"
+    copies = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
+    return copies.get(name[:6], "kernel")
+
+
+def fsdp_param_group_module() -> Any:
+    """Where torch's FSDP2 looks up the `record_function` that names its work."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    return _fsdp_param_group

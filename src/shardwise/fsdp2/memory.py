@@ -1,0 +1,99 @@
+"""Which memory and which process groups the collectives of a unit use: what torch's FSDPModule
+lets users choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine import torch_private
+from shardwise.engine.collectives import Group
+from shardwise.engine.control import PerWorld
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.unit import Unit
+
+
+class FromGroup:
+    """Memory of the process group's own allocator, where it has one for the device."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        backend = self.group._get_backend(device) if self.group is not None else None
+        if backend is None or not backend.supports_tensor_alloc(device):
+            return torch.empty(*size, dtype=dtype, device=device)
+        made: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+        return made
+
+
+class Gather(FromGroup):
+    """torch's AllGather, with that memory."""
+
+    def __call__(self, output: Any, input: Any, group: Any, async_op: bool = False) -> Any:
+        return torch_private.all_gather(output, input, group)
+
+
+class Scatter(FromGroup):
+    """torch's ReduceScatter, with that memory."""
+
+    def __call__(self, output: Any, input: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        return torch_private.reduce_scatter(output, input, group)
+
+
+def allocate_from_group(unit: Unit, enable: bool) -> None:
+    options = unit.options
+    for name in ("custom_gather", "custom_scatter"):
+        present = getattr(options, name)
+        if present is not None and not isinstance(present, FromGroup):
+            raise AssertionError(
+                "cannot call set_allocate_memory_from_process_group_for_comm when the "
+                f"{name.removeprefix('custom_')} is custom: {type(present).__name__}"
+            )
+    options.custom_gather = Gather(unit.mesh.shard.group) if enable else None
+    options.custom_scatter = Scatter(unit.mesh.scatter.group) if enable else None
+
+
+def allocate_symmetric(unit: Unit, backend: str) -> None:
+    """Error on every rank where torch or the process group has no symmetric memory."""
+    group = unit.mesh.shard.group
+    if unit.options.custom_gather is not None:
+        kind = type(unit.options.custom_gather).__name__
+        raise AssertionError(f"cannot use symmetric memory when the all-gather is custom: {kind}")
+    found = dist.get_backend(group)
+    if backend != "NCCL" or "nccl" not in found or unit.mesh.device.type != "cuda":
+        raise RuntimeError(
+            f"symmetric memory needs an NCCL process group and CUDA tensors; this module's group "
+            f"is {found!r} on {unit.mesh.device.type}, and the backend asked for is {backend!r}"
+        )
+    comm = torch_private.symmetric_all_gather(group, backend)
+    if comm is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no all-gather from symmetric memory; a newer torch has"
+        )
+    unit.options.custom_gather = comm
+
+
+_scatter_groups: PerWorld[dist.ProcessGroup] = PerWorld()
+
+
+def separate_scatter_groups(meshes: list[Mesh], enable: bool) -> None:
+    """One more process group over each set of shard ranks, for reduce-scatters."""
+    for mesh in meshes:
+        shard = mesh.shard
+        if not enable or shard.group is None:
+            mesh.scatter = shard
+            continue
+        ranks = tuple(dist.get_process_group_ranks(shard.group))
+        made = _scatter_groups.here
+        if ranks not in made:
+            made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = made[ranks]
+        mesh.scatter = Group("shard", group, shard.size, shard.rank, shard.control)

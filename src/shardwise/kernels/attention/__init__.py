@@ -1,0 +1,5 @@
+"""FlashAttention-2: `attention`, and `FlashAttention` for autograd."""
+
+from shardwise.kernels.attention.interface import FlashAttention, attention
+
+__all__ = ["FlashAttention", "attention"]

@@ -1,0 +1,1 @@
+"""Benchmarks, accuracy runs and exercises. Nothing imports this room; it uses public names."""

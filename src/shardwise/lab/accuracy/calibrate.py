@@ -1,0 +1,204 @@
+"""Timing a device outside of any training step: copies, the smallest kernel, and its host."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.description.cluster import Cluster, Level, Protocol
+from shardwise.emulation.collectives import Network, emulate
+from shardwise.emulation.models import LM, OPTIMIZER, Shape, compute_loss
+from shardwise.engine.api import shard
+from shardwise.lab.accuracy.kernels import time_on
+from shardwise.planning.plan import Plan
+from shardwise.predict.describe import describe
+from shardwise.profiling import footprint
+
+TINY = Shape(layers=8, d_model=64, d_ff=128, heads=4, vocab=128, fused_qkv=True)
+UNBOUND = 1e18  # bytes/s of a network that costs nothing
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of the device and its host, outside of any training step."""
+
+    kernel_s: float  # the least time of a kernel
+    stream_bytes_per_s: float  # a large elementwise kernel, read plus written
+    copy_rates: dict[str, float]  # the engine's own copies, and the optimizer's update
+    op_s: float  # host seconds for one operator of a model, forward or backward
+    unit_s: float  # host seconds of the engine to gather or reduce one unit
+    # Where nothing is sharded: to cast one. All are cast before the first kernel can be issued, so
+    # this shows in the step; reducing one takes longer, but beside backward, where it does not.
+    whole_unit_s: float
+    library_bytes: int  # what libraries hold on the device
+
+    def apply(self, base: Cluster, network: Network, whole: bool = False) -> Cluster:
+        """The cluster of this device and an emulated network; `whole`: for a Plan that shards
+        nothing.
+        """
+        device = dataclasses.replace(
+            base.device,
+            bandwidth_bytes_per_s=self.stream_bytes_per_s,
+            bandwidth_fraction=1.0,
+            kernel_s=self.kernel_s,
+        )
+        unit_s = self.whole_unit_s if whole else self.unit_s
+        host = dataclasses.replace(
+            base.host,
+            op_s=self.op_s,
+            unit_s=unit_s,
+            collective_s=0.0,
+            cast_s=self.whole_unit_s,
+        )
+        return dataclasses.replace(
+            base,
+            name="emulated",
+            device=device,
+            levels=(emulated_level(network),),
+            host=host,
+            communication_share_of_compute=0.0,
+        )
+
+
+def emulated_level(network: Network) -> Level:
+    """The one link of an emulated cluster."""
+    bandwidth = min(network.bandwidth, UNBOUND)
+    return Level("emulated", None, bandwidth, (Protocol("emulated", network.latency, 0.0),))
+
+
+def calibrate_device(device: str, rounds: int = 15) -> Calibration:
+    """Time copies, the smallest kernel and, in so many rounds, the host."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        _warm_up(place)
+    size = 2**26 if place.type == "cuda" else 2**20
+    stream = _stream_rate(place, size)
+    small = torch.zeros(1, device=place)
+    kernel = time_on(lambda: small.add_(1), place)
+    rates = _copy_rates(place, size)
+    op_s, unit_s, whole_unit_s = _host_seconds(device, rounds)
+    library = footprint.free_device() if place.type == "cuda" else 0
+    return Calibration(kernel, stream, rates, op_s, unit_s, whole_unit_s, library)
+
+
+def _stream_rate(place: torch.device, size: int) -> float:
+    """Bytes read plus written per second by a large elementwise kernel."""
+    first, second, out = (torch.randn(size, device=place) for _ in range(3))
+    return 3 * out.nbytes / time_on(lambda: torch.add(first, second, out=out), place)
+
+
+def _warm_up(place: torch.device) -> None:
+    """Bring the clocks to what they are under load, and let the libraries allocate."""
+    a = torch.randn((8192, 8192), device=place, dtype=torch.bfloat16)
+    began = time.perf_counter()
+    while time.perf_counter() - began < 1.0:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def _copy_rates(place: torch.device, size: int) -> dict[str, float]:
+    """Bytes read plus written per second of the engine's copies, on tensors like a block's."""
+    ranks, count = 8, 6
+    width = size // (ranks * count)
+    sizes = [width] * count
+    staging = torch.randn((ranks, width * count), device=place).bfloat16()
+    full = torch.empty(ranks * width * count, device=place, dtype=torch.bfloat16)
+    parts = [part.view(ranks, width) for part in full.split([ranks * width] * count)]
+    own = torch.randn(width * count, device=place)
+    row = own.bfloat16()
+    slot = torch.empty(ranks * width * count, device=place)
+    pieces = list(slot.split(width))
+    grads = [g for part in parts for g in part.unbind(0)]
+    flat = torch.nn.Parameter(torch.randn(size, device=place))
+    flat.grad = torch.randn_like(flat)
+    update = torch.optim.AdamW([flat], **OPTIMIZER)
+    with torch.no_grad():
+        seconds = {
+            "copy-out": time_on(
+                lambda: torch.split_with_sizes_copy(staging, sizes, dim=1, out=parts), place
+            ),
+            "all_gather copy": time_on(
+                lambda: staging.copy_(row.reshape(1, -1).expand_as(staging)), place
+            ),
+            "cast": time_on(lambda: row.copy_(own), place),
+            "pack": time_on(lambda: torch._foreach_copy_(pieces, grads), place),
+            "update": time_on(update.step, place),
+        }
+    moved = {
+        "copy-out": 2 * staging.nbytes,
+        "all_gather copy": 2 * staging.nbytes,
+        "cast": own.nbytes + row.nbytes,
+        "pack": full.nbytes + slot.nbytes,
+        "update": 7 * flat.nbytes,
+    }
+    return {name: moved[name] / seconds[name] for name in seconds}
+
+
+def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
+    """Host seconds per operator; per move of a unit (gathered for forward and for backward,
+    reduced); and per cast of one where nothing is sharded. On a model too small for the device to
+    matter.
+    """
+    tokens = torch.zeros((1, 32), dtype=torch.int64, device=device)
+    with torch.device("meta"):
+        sketch = LM(TINY)
+    plan = Plan.of("zero3", dist.get_world_size(), compute_dtype="bfloat16", reduce_dtype="float32")
+    described = describe(
+        sketch,
+        (tokens.to("meta"), tokens.to("meta")),
+        plan,
+        loss=compute_loss,
+        device=torch.device(device).type,
+    )
+    launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
+    torch.manual_seed(0)
+    bare = _time_host(LM(TINY).to(device, torch.bfloat16), tokens, rounds)
+    op_s = bare.step / launches
+
+    def beyond(plan: Plan) -> HostTime:
+        """The engine's own seconds, per unit."""
+        engine = LM(TINY).to(device)
+        shard(engine, plan)
+        with emulate(Network()):
+            taken = _time_host(engine, tokens, rounds)
+        units = len(plan.resolve(sketch).require_units())
+        return HostTime(
+            max(0.0, taken.forward - bare.forward) / units, max(0.0, taken.step - bare.step) / units
+        )
+
+    whole = dataclasses.replace(plan, name="ddp", mesh=(plan.world, 1), bucket_bytes=2**16)
+    return op_s, beyond(plan).step / 3, beyond(whole).forward
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds until the calls of a forward, and of it and its backward, return."""
+
+    forward: float
+    step: float
+
+
+def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> HostTime:
+    """Medians, the device being idle before."""
+    samples = []
+    warm_up = rounds // 3
+    for _ in range(rounds + warm_up):
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        loss = compute_loss(model, tokens, tokens)
+        forward = time.perf_counter() - began
+        loss.backward()
+        samples.append(HostTime(forward, time.perf_counter() - began))
+        model.zero_grad()
+    samples = samples[warm_up:]
+    return HostTime(
+        statistics.median(s.forward for s in samples), statistics.median(s.step for s in samples)
+    )

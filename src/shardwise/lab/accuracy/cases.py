@@ -1,0 +1,133 @@
+"""The configurations whose prediction is compared with a measurement on one GPU.
+
+`build` is the set the model was corrected with; `held-out` was fixed beforehand and is what the
+claim is made on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as activation_checkpoint
+
+from shardwise.description.workload import Workload
+from shardwise.emulation.collectives import Network
+from shardwise.emulation.models import LM, Shape
+from shardwise.lab.engines import Precision
+from shardwise.planning.plan import Plan
+
+WORLD = 8
+FREE = Network()
+NVLINK = Network(bandwidth=300e9, latency=20e-6)
+SLOW = Network(bandwidth=100e9, latency=20e-6)
+
+LARGE = Shape(layers=16, d_model=2048, d_ff=5632, heads=16, vocab=32000, fused_qkv=True)
+WIDE = Shape(layers=8, d_model=4096, d_ff=11008, heads=32, vocab=32000, fused_qkv=True)
+DEEP = Shape(layers=24, d_model=1536, d_ff=4096, heads=12, vocab=50304)
+LEAN = Shape(layers=8, d_model=1024, d_ff=4096, heads=8, vocab=16000)
+MIXED = Precision("bfloat16", "float32")
+HALF = Precision("bfloat16", "bfloat16")
+FULL = Precision()
+
+
+@dataclass(frozen=True)
+class AccuracyCase:
+    """One configuration: a model, a Plan and a step."""
+
+    name: str
+    group: str  # build, held-out
+    shape: Shape
+    strategy: str
+    batch: int  # sequences of a micro-batch
+    length: int
+    precision: Precision = MIXED
+    network: Network = NVLINK
+    checkpoint: str = "none"
+    micro_batches: int = 1
+    mesh: tuple[int, int] | None = None  # None: one axis of WORLD ranks
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.group not in ("build", "held-out"):
+            raise ValueError(f"case {self.name}: group is {self.group!r}, expected build, held-out")
+
+    def plan(self) -> Plan:
+        return Plan.of(
+            self.strategy,
+            self.mesh or WORLD,
+            compute_dtype=self.precision.compute,
+            reduce_dtype=self.precision.reduce,
+            **dict(self.settings),
+        )
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(self.length, self.batch, self.micro_batches, checkpoint=self.checkpoint)
+
+    def describe(self) -> str:
+        mesh = "x".join(map(str, self.plan().mesh))
+        dtype = self.precision.compute or "float32"
+        reduce = self.precision.reduce or "float32"
+        again = ", recomputing" if self.checkpoint != "none" else ""
+        settings = "".join(f", {k}={v}" for k, v in self.settings)
+        return (
+            f"{self.strategy} {mesh}, d{self.shape.d_model} x {self.shape.layers}, "
+            f"{self.micro_batches} x {self.batch} x {self.length}, {dtype}/{reduce}"
+            f"{again}{settings}"
+        )
+
+    def quick(self) -> AccuracyCase:
+        """The same path in seconds on any device; its figures mean nothing."""
+        shape = dataclasses.replace(self.shape, layers=2, d_model=64, d_ff=128, heads=4, vocab=128)
+        return dataclasses.replace(self, shape=shape, batch=1, length=32)
+
+
+CASES: tuple[AccuracyCase, ...] = (
+    AccuracyCase("b1", "build", LARGE, "zero3", 4, 2048),
+    AccuracyCase("b2", "build", LARGE, "zero3", 8, 2048, checkpoint="nonreentrant", network=FREE),
+    AccuracyCase("b3", "build", LARGE, "ddp", 4, 2048),
+    AccuracyCase("b4", "build", DEEP, "zero2", 8, 1024, network=SLOW),
+    AccuracyCase("b5", "build", LARGE, "hsdp", 4, 2048, mesh=(2, 4)),
+    AccuracyCase("b6", "build", LEAN, "zero3", 4, 1024, precision=FULL),
+    AccuracyCase("h1", "held-out", WIDE, "zero3", 4, 2048),
+    AccuracyCase("h2", "held-out", WIDE, "zero3", 8, 2048, checkpoint="nonreentrant", network=SLOW),
+    AccuracyCase("h3", "held-out", WIDE, "zero2", 2, 4096),
+    AccuracyCase("h4", "held-out", LARGE, "zero1", 16, 1024),
+    AccuracyCase("h5", "held-out", DEEP, "ddp", 16, 1024, network=SLOW),
+    AccuracyCase(
+        "h6", "held-out", WIDE, "hsdp", 4, 1024, mesh=(2, 4), micro_batches=2,
+        settings=(("sync", "scatter_each_reduce_last"), ("reduce_depth", 2)),
+    ),
+    AccuracyCase("h7", "held-out", DEEP, "zero3", 16, 1024, precision=HALF, network=FREE),
+    AccuracyCase("h8", "held-out", LARGE, "zero3", 6, 2048, network=SLOW),
+    AccuracyCase("h9", "held-out", LEAN, "zero2", 8, 1024, precision=FULL),
+    AccuracyCase("h10", "held-out", DEEP, "zero2", 16, 2048, checkpoint="nonreentrant"),
+    AccuracyCase(
+        "h11", "held-out", LARGE, "zero3", 4, 2048, network=SLOW,
+        settings=(("keep_after_forward", True), ("backward_prefetch", 2), ("forward_prefetch", 2)),
+    ),
+)  # fmt: skip
+
+
+class CheckpointedLM(LM):
+    """The benchmark's model with every block's activations recomputed in backward."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        for layer in self.layers:
+            x_BTD = activation_checkpoint.checkpoint(
+                layer, x_BTD, use_reentrant=False, preserve_rng_state=False
+            )
+        return self.head(self.norm(x_BTD))
+
+
+def build_model(case: AccuracyCase, device: str) -> nn.Module:
+    """The case's model with random weights (or on the meta device, without any)."""
+    kind = LM if case.checkpoint == "none" or device == "meta" else CheckpointedLM
+    torch.manual_seed(0)
+    with torch.device(device):
+        return kind(case.shape)

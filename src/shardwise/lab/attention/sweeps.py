@@ -1,0 +1,311 @@
+# mypy: disable-error-code="import-not-found,import-untyped"
+"""`shardwise bench attention`: forward, backward and both, per backend, dtype, width and length.
+
+Three sweeps, named as the tables of the document that they repeat on this GPU:
+
+tables45  (8, seq, dim), fp32, not causal: plain attention, eager and compiled, and Triton
+table7    (1, seq, dim), causal, bf16 and fp32: plain attention, Triton, torch's flash, cuDNN
+heads     (1, 16, seq, dim), causal, bf16: what a training step of a long context sees
+
+No row without parity: a backend is first compared with float64 on the same or a shorter sequence.
+Times are medians by `triton.testing.do_bench`, which empties the cache between calls; Triton is
+called as the document calls it, `FlashAttention.apply(q, k, v, is_causal)`. TFLOP/s count the
+products that the mathematics needs (2 forward, 5 backward), half of them under a causal mask; the
+fraction is of a large matrix product timed in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.emulation.models import eager
+from shardwise.errors import UserError
+from shardwise.kernels.attention.interface import FlashAttention, attention
+from shardwise.kernels.attention.reference import plain_attention
+from shardwise.lab.attention.plot import make_picture
+from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
+from shardwise.lab.rows import RowFile, measured_elsewhere, read_rows
+from shardwise.profiling.timing import describe_environment
+
+DOCUMENT = ("table7", "tables45")
+SWEEPS = ("heads", *DOCUMENT)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+PARITY = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-5}
+# Not a multiple of any block; long enough that the kernels for long sequences are the ones checked.
+PARITY_LENGTHS = {"one head": 8301, "more": 1101}
+PASSES = ("forward", "backward", "both")
+TABLE7 = [("bf16", b) for b in ("triton", "flash", "cudnn", "plain")]
+TABLE7 += [("fp32", b) for b in ("triton", "efficient", "plain")]
+TABLE7 += [("tf32", b) for b in ("triton", "plain")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to be: a backend on a shape."""
+
+    sweep: str
+    backend: str  # plain, compiled, triton, flash, cudnn, efficient
+    kind: str  # bf16, fp32, or tf32: fp32 with products of 10 bits
+    batch: int
+    heads: int
+    seq: int
+    dim: int
+    causal: bool
+
+    @property
+    def key(self) -> str:
+        return "/".join(str(value) for value in asdict(self).values())
+
+    def flops(self, name: str) -> float:
+        products = {"forward": 2, "backward": 5, "both": 7}[name]
+        pairs = self.seq * self.seq * (0.5 if self.causal else 1.0)
+        return products * 2 * self.batch * self.heads * pairs * self.dim
+
+
+@dataclass
+class Row:
+    """What was measured. Times in ms; bytes are beyond the inputs; `seed` is the document's."""
+
+    case: Case
+    parity: float | None = None
+    ms: dict[str, float] = field(default_factory=dict)
+    tflops: dict[str, float] = field(default_factory=dict)
+    of_ceiling: dict[str, float] = field(default_factory=dict)
+    saved_bytes: int | None = None  # held between forward and backward
+    peak_bytes: int | None = None
+    seed: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def seed_figures(case: Case) -> dict[str, float]:
+    """The document's figures for this row, in ms and GB; empty if it has none."""
+    if case.sweep == "tables45" and case.backend in ("plain", "compiled"):
+        found = tables_4_and_5(case.dim, case.seq)
+        if found and case.backend == "plain":
+            # The times are of the run that has compiled ones too; the memory is the other's.
+            return found["plain"] | {"memory_gb": found["alone"]["memory_gb"]}
+        return found.get(case.backend, {})
+    if case.sweep == "table7" and case.backend in ("plain", "triton"):
+        for seq, dim, mixed, *times in numbers(TABLE_7):
+            if (seq, dim, bool(mixed)) == (case.seq, case.dim, case.kind == "bf16"):
+                own = times[case.backend == "triton" :: 2]
+                return dict(zip(PASSES, own, strict=True))
+    return {}
+
+
+def make_cases(sweeps: tuple[str, ...], quick: bool) -> list[Case]:
+    """In the order of measuring: last what no promise is made about, long sequences of other widths
+    than 128."""
+    cases: list[Case] = []
+    lengths: tuple[int, ...]
+    if "heads" in sweeps:
+        lengths = (128,) if quick else (8192, 16384, 32768, 65536)
+        for dim in (128, 64):
+            for seq in lengths:
+                for backend in ("triton", "flash", "cudnn"):
+                    cases.append(Case("heads", backend, "bf16", 1, 16, seq, dim, True))
+    if "table7" in sweeps:
+        lengths = (128,) if quick else (128, 1024, 8192, 32768, 65536, 131072)
+        for seq in lengths:
+            for dim in (16,) if quick else (128, 64, 16):
+                for kind, backend in TABLE7:
+                    # What is not asked for and takes long: quadratic memory, and tf32.
+                    slow = backend == "plain" or kind == "tf32"
+                    if not slow or seq <= 32768 or (seq, dim, kind) == (65536, 128, "bf16"):
+                        cases.append(Case("table7", backend, kind, 1, 1, seq, dim, True))
+    if "tables45" in sweeps:
+        for dim in (16,) if quick else (16, 32, 64, 128):
+            for seq in (128,) if quick else (256, 1024, 4096, 8192, 16384):
+                for backend in ("plain", "compiled", "triton"):
+                    cases.append(Case("tables45", backend, "fp32", 8, 1, seq, dim, False))
+    return sorted(cases, key=lambda c: c.seq > 32768 and c.heads == 1 and c.dim != 128)
+
+
+class Bench:
+    """One run: its device, its compiled function, its ceilings, and parities already found."""
+
+    def __init__(self, quick: bool, ceilings: bool = True) -> None:
+        """Without ceilings, rows say nothing of what fraction of them they reach."""
+        self.quick = quick
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.compiled = torch.compile(eager, dynamic=True)  # once for all shapes
+        self.parities: dict[tuple[str, str, str, int, int], float] = {}
+        self.ceilings = {kind: self.ceiling(kind) for kind in DTYPES} if ceilings else {}
+
+    def ceiling(self, kind: str) -> float:
+        """TFLOP/s of a large square matrix product."""
+        size = 256 if self.quick else 8192
+        a, b = (torch.randn(size, size, device=self.device, dtype=DTYPES[kind]) for _ in range(2))
+        with _tf32(kind == "tf32"):
+            return 2 * size**3 / self.median_ms(lambda: a @ b) / 1e9
+
+    def median_ms(self, call: Callable[[], Any]) -> float:
+        if self.device == "cuda":
+            from triton.testing import do_bench
+
+            return float(do_bench(call, warmup=15, rep=60, return_mode="median"))
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times)
+
+    def function(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        if case.backend == "plain":
+            return lambda q, k, v: eager(q, k, v, case.causal)
+        if case.backend == "compiled":
+            return lambda q, k, v: self.compiled(q, k, v, case.causal)
+        if case.backend == "triton":
+            return lambda q, k, v: FlashAttention.apply(q, k, v, case.causal)
+        backend = case.backend if self.device == "cuda" else "reference"
+        return lambda q, k, v: attention(q, k, v, causal=case.causal, backend=backend)
+
+    def inputs(self, case: Case, seq: int) -> list[Tensor]:
+        heads = () if case.sweep in DOCUMENT else (case.heads,)
+        size = (case.batch, *heads, seq, case.dim)
+        made = [torch.randn(size, device=self.device, dtype=DTYPES[case.kind]) for _ in range(4)]
+        return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
+
+    def parity(self, case: Case) -> float:
+        """The largest relative error of o, dq, dk, dv against float64, on a shorter sequence."""
+        longest = PARITY_LENGTHS["one head" if case.batch * case.heads == 1 else "more"]
+        length = 32 if self.quick else min(case.seq, longest)
+        key = (case.sweep, case.backend, case.kind, case.dim, length)
+        if key not in self.parities:
+            *qkv, do = self.inputs(case, length)
+            o = self.function(case)(*qkv)
+            got = (o, *torch.autograd.grad(o, qkv, do))
+            wide = [x.detach().double().requires_grad_() for x in qkv]
+            heads = (x.view(case.batch, case.heads, length, case.dim) for x in wide)
+            o = plain_attention(*heads, causal=case.causal).view_as(do)
+            wanted = (o, *torch.autograd.grad(o, wide, do.double()))
+            gaps = [
+                ((a.double() - b).norm() / b.norm()).item()
+                for a, b in zip(got, wanted, strict=True)
+            ]
+            self.parities[key] = math.nan if any(map(math.isnan, gaps)) else max(gaps)
+        return self.parities[key]
+
+    def measure(self, case: Case) -> Row:
+        row = Row(case, seed=seed_figures(case))
+        gc.collect()
+        gc.disable()  # its pauses are as long as a short attention
+        try:
+            with _tf32(case.kind == "tf32"):
+                row.parity = self.parity(case)
+                if row.parity <= PARITY[case.kind]:
+                    self.fill(row)
+                else:
+                    row.failure = f"differs from float64 by {row.parity:.1e}: not timed"
+        except torch.OutOfMemoryError:
+            row.failure = "out of memory"
+        except (RuntimeError, ValueError) as failure:
+            row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
+        finally:
+            gc.enable()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return row
+
+    def fill(self, row: Row) -> None:
+        case, call = row.case, self.function(row.case)
+        *qkv, do = self.inputs(case, case.seq)
+        if self.device == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            o = call(*qkv)
+            row.saved_bytes = torch.cuda.memory_allocated() - before
+            torch.autograd.grad(o, qkv, do)
+            row.peak_bytes = torch.cuda.max_memory_allocated() - before
+            del o
+        row.ms["forward"] = self.median_ms(lambda: call(*qkv))
+        row.ms["both"] = self.median_ms(lambda: torch.autograd.grad(call(*qkv), qkv, do))
+        if case.backend == "compiled":  # its backward frees what it read: it runs once per forward
+            row.ms["backward"] = row.ms["both"] - row.ms["forward"]
+        else:
+            o = call(*qkv)
+            row.ms["backward"] = self.median_ms(
+                lambda: torch.autograd.grad(o, qkv, do, retain_graph=True)
+            )
+        row.tflops = {name: case.flops(name) / ms / 1e9 for name, ms in row.ms.items()}
+        if self.ceilings:
+            ceiling = self.ceilings[case.kind]
+            row.of_ceiling = {name: value / ceiling for name, value in row.tflops.items()}
+
+
+def _triton_version() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+class _tf32:
+    """Let torch's own fp32 products use tf32, or not."""
+
+    def __init__(self, allow: bool) -> None:
+        self.allow = allow
+
+    def __enter__(self) -> None:
+        self.before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.allow
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self.before
+
+
+def print_row(row: Row) -> None:
+    case = row.case
+    words = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
+    words += f"{case.backend:10}"
+    if row.failure is not None:
+        print(words + row.failure, flush=True)
+        return
+    for name in PASSES:
+        seed = f"({row.seed[name]:.3f})" if name in row.seed else ""
+        words += f"{row.ms[name]:10.3f} {seed:>10}"
+    peak = f"{row.peak_bytes / 2**20:.0f} MiB" if row.peak_bytes is not None else ""
+    print(
+        words + f"{row.tflops['both']:8.1f} TFLOP/s {row.of_ceiling['both']:5.0%}  {peak}",
+        flush=True,
+    )
+
+
+def run(arguments: argparse.Namespace, sweeps: tuple[str, ...], command: str) -> None:
+    """Measure row by row, write the JSON after each, draw the plot."""
+    if arguments.resume and arguments.plot is not None and measured_elsewhere(arguments.json):
+        arguments.plot.write_text(make_picture(read_rows(arguments.json)))
+        return
+    if not torch.cuda.is_available() and not arguments.quick:
+        raise UserError("this needs a CUDA device (--quick runs every path without one)")
+    bench = Bench(arguments.quick)
+    facts = {
+        "environment": {**describe_environment(arguments.commit), "triton": _triton_version()},
+        "ceilings_tflops": bench.ceilings,
+        "command": command,
+    }
+    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
+    done = {Case(**row["case"]).key for row in file.rows}
+    print(f"ms of {', '.join(PASSES)}, the document's in brackets; ceilings {bench.ceilings}")
+    for case in make_cases(sweeps, arguments.quick):
+        if case.key in done:
+            continue
+        if file.time_is_up():
+            break
+        row = bench.measure(case)
+        print_row(row)
+        file.add(asdict(row))
+    if arguments.plot is not None:
+        arguments.plot.write_text(make_picture(file.rows))

@@ -1,0 +1,177 @@
+"""The candidates of a comparison: the same model and optimizer under shardwise and under torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise import fsdp2
+from shardwise.emulation.models import LM, OPTIMIZER, compute_loss
+from shardwise.engine.api import engine_of, shard
+from shardwise.engine.local_step import local
+from shardwise.planning.plan import DTYPES, Plan
+from shardwise.profiling.timing import Step
+
+# What each strategy is compared with.
+PEERS = {
+    "zero3": "fully_shard",
+    "zero2": "fully_shard",
+    "ddp": "DistributedDataParallel",
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of compute and of the gradients' reduce; None is the parameters' own."""
+
+    compute: str | None = None
+    reduce: str | None = None
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The same for torch."""
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.compute] if self.compute else None,
+            reduce_dtype=DTYPES[self.reduce] if self.reduce else None,
+        )
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A model under an engine, with its optimizer. Its gradients are the average over the ranks:
+    torch divides, shardwise sums, so there the loss carries the divisor.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    divisor: int
+    settings: dict[str, Any]
+
+    def step_on(self, tokens: torch.Tensor, targets: torch.Tensor) -> Step:
+        """One whole training step."""
+
+        def step() -> None:
+            self.optimizer.zero_grad()
+            loss = compute_loss(self.model, tokens, targets)
+            if self.divisor > 1:
+                loss = loss / self.divisor
+            loss.backward()
+            self.optimizer.step()
+
+        return step
+
+
+Wrap = Callable[[LM, str, Precision], Wrapped]
+
+
+def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """shardwise with the defaults of a Plan, and the optimizer on flat local buffers."""
+    plan = Plan.of(
+        strategy,
+        mesh=dist.get_world_size(),
+        compute_dtype=precision.compute,
+        reduce_dtype=precision.reduce,
+    )
+    shard(model, plan)
+    optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
+    resolved = engine_of(model).plan
+    assert resolved is not None
+    settings = {
+        "plan": dataclasses.asdict(dataclasses.replace(resolved, units=None)),
+        "units": len(resolved.require_units()),
+        "optimizer": "local(AdamW)",
+    }
+    return Wrapped(model, optimizer, plan.world, settings)
+
+
+def wrap_theirs(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """torch: `fully_shard` on each block, then on the root; or DistributedDataParallel as it is."""
+    if PEERS[strategy] == "fully_shard":
+        return _wrap_by(fsdp.fully_shard, model, strategy, precision)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), **OPTIMIZER)
+    settings = {"wrap": "DistributedDataParallel, its defaults", "optimizer": "AdamW"}
+    return Wrapped(wrapped, optimizer, 1, settings)
+
+
+def wrap_dropin(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """torch's program with the import changed: `from shardwise import fully_shard`."""
+    return _wrap_by(fsdp2.fully_shard, model, strategy, precision)
+
+
+def _wrap_by(
+    fully_shard: Callable[..., Any], model: LM, strategy: str, precision: Precision
+) -> Wrapped:
+    # None is torch's own choice: all but the root are resharded.
+    reshard = False if strategy == "zero2" else None
+    mesh = _mesh(next(model.parameters()).device.type)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision.policy)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    settings = {
+        "wrap": f"{fully_shard.__module__.partition('.')[0]}: fully_shard of each block, then the "
+        "root",
+        "reshard_after_forward": reshard,
+        "optimizer": "AdamW",
+    }
+    return Wrapped(model, optimizer, 1, settings)
+
+
+# How a program reaches shardwise: by a Plan, or through torch's surface.
+OURS = {"plan": wrap_ours, "fully_shard": wrap_dropin}
+
+
+_meshes: dict[str, DeviceMesh] = {}
+
+
+def _mesh(device_type: str) -> DeviceMesh:
+    """One mesh for all candidates of a process: process groups are dear and never go away."""
+    if device_type not in _meshes:
+        _meshes[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return _meshes[device_type]
+
+
+def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and its gradient, whole; a collective call."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("module.")  # DistributedDataParallel's
+        found[name] = _whole(parameter.detach())
+        if parameter.grad is not None:
+            found[f"{name}, its gradient"] = _whole(parameter.grad)
+    return found
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def largest_difference(ours: nn.Module, theirs: nn.Module) -> tuple[float, str]:
+    """The largest difference of a parameter or gradient, relative to the tensor's largest value,
+    and where; a collective call.
+    """
+    mine, other = whole_tensors(ours), whole_tensors(theirs)
+    if mine.keys() != other.keys():
+        return math.inf, ", ".join(sorted(mine.keys() ^ other.keys()))
+    worst, where = 0.0, ""
+    for name, expected in other.items():
+        if torch.equal(mine[name], expected):
+            continue
+        difference = float((mine[name] - expected).abs().max() / expected.abs().max())
+        if math.isnan(difference):
+            difference = math.inf
+        if difference > worst:
+            worst, where = difference, name
+    return worst, where

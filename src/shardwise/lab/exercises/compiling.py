@@ -1,0 +1,245 @@
+"""`shardwise bench compile`: torch.compile against eager, of whole models and of attention.
+
+A model is compiled in a process of its own, whose first compiled forward and backward are timed
+apart; those processes may work at the same time. Then, one process after the other, steps of the
+same weights are timed eager and compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import time
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.emulation.models import LM, compute_loss
+from shardwise.lab.exercises import seed004
+from shardwise.lab.exercises.forward_backward import PARTS, summarize, time_parts
+from shardwise.lab.exercises.fresh import Fresh
+from shardwise.lab.exercises.sizes import (
+    Case,
+    choose_sizes,
+    describe_run,
+    explain_failure,
+    make_optimizer,
+)
+from shardwise.lab.rows import Row, RowFile, say
+
+WARMUP = 5
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss, relative
+ATTENTION_BACKENDS = ("plain", "compiled")
+
+
+def compile_model(model: LM, scope: str, backend: str) -> LM:
+    """Compile the model in place, as one or block by block."""
+    for module in [model] if scope == "whole" else model.layers:
+        module.compile(backend=backend, dynamic=False)
+    return model
+
+
+def work(pipe: Connection, case: Case, scope: str, steps: int, threads: int) -> None:
+    """The body of a model's process: compile, wait for the turn, time, answer."""
+    try:
+        _limit_threads(case, threads)
+        tokens = case.make_tokens()
+        model = case.make_model()
+        with torch.no_grad(), case.autocast():
+            expected = compute_loss(model, *tokens).item()
+        # The same weights, compiled; the eager model is made again when its turn comes.
+        backend = "aot_eager" if case.quick else "inductor"
+        compiled = compile_model(model, scope, backend)
+        first = _time_first(case, compiled, tokens)
+        gap = abs(first["loss"] - expected) / abs(expected)
+        row: Row = {"first_call_s": first["seconds"], "backend": backend, "loss_gap": gap}
+        pipe.send("ready")
+        pipe.recv()
+        if gap > TOLERANCE[case.precision]:
+            row["failure"] = f"the compiled loss differs by {gap:.1e}: not timed"
+        else:
+            row["compiled"] = _time(case, compiled, tokens, steps)
+            del model, compiled
+            gc.collect()
+            torch.compiler.reset()
+            row["eager"] = _time(case, case.make_model(), tokens, steps)
+        pipe.send(row)
+    except Exception as error:  # whatever a compiler may raise is this row's result
+        pipe.send({"failure": explain_failure(error)})
+
+
+def _limit_threads(case: Case, threads: int) -> None:
+    """Share the cores among the processes that compile."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    # A cache left by another run would hide what compiling takes.
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    if case.quick:
+        torch.set_num_threads(1)
+
+
+def _time_first(case: Case, model: nn.Module, tokens: tuple[Tensor, Tensor]) -> dict[str, float]:
+    case.synchronize()
+    began = time.perf_counter()
+    with case.autocast():
+        loss = compute_loss(model, *tokens)
+    loss.backward()
+    case.synchronize()
+    seconds = time.perf_counter() - began
+    model.zero_grad()
+    return {"seconds": round(seconds, 3), "loss": loss.item()}
+
+
+def _time(case: Case, model: nn.Module, tokens: tuple[Tensor, Tensor], steps: int) -> Row:
+    """Mean and deviation of each part."""
+    times = time_parts(case, model, tokens, make_optimizer(model), WARMUP + steps)
+    return summarize(times, (WARMUP,), steps)[str(WARMUP)]
+
+
+class Worker(Fresh):
+    """A model's process, seen from outside."""
+
+    def finish(self, answer: Any) -> Row:
+        """Give it its turn if it is ready for it, and take what it measured."""
+        if answer == "ready":
+            self.pipe.send("go")
+            answer = self.receive()
+        self.process.join()
+        return answer
+
+
+def run(
+    arguments: argparse.Namespace,
+    sizes: tuple[str, ...] | None,
+    precisions: tuple[str, ...],
+    parts: tuple[str, ...],
+    scopes: tuple[str, ...],
+    command: str,
+) -> None:
+    """Measure row by row, write the JSON after each, print the table."""
+    facts = describe_run(command, arguments.commit, arguments.quick)
+    facts |= {"steps": 2 if arguments.quick else arguments.steps, "warmup": WARMUP}
+    facts |= {"jobs": arguments.jobs, "optimizer": "AdamW, fused, not compiled"}
+    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
+    if "attention" in parts:
+        run_attention(file, arguments.quick)
+    if "model" in parts:
+        chosen = choose_sizes(sizes, arguments.quick)
+        length = 8 if arguments.quick else seed004.CONTEXT
+        # Blocks first: they are quick to compile.
+        ordered = sorted(scopes)
+        todo = [
+            (Case(size, precision, arguments.attention, length, quick=arguments.quick), scope)
+            for scope, size, precision in itertools.product(ordered, chosen, precisions)
+        ]
+        run_models(file, todo, facts["steps"], arguments.jobs)
+    print_tables(file.rows, facts)
+
+
+def run_models(file: RowFile, todo: list[tuple[Case, str]], steps: int, jobs: int) -> None:
+    """`jobs` models compile at once; then their steps are timed in turn."""
+    todo = [(case, scope) for case, scope in todo if f"{case.key}/{scope}" not in file]
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    for first in range(0, len(todo), jobs):
+        if file.time_is_up():
+            return
+        batch = todo[first : first + jobs]
+        say("compiling " + ", ".join(f"{case.size} {scope}" for case, scope in batch))
+        workers = [Worker(work, case, scope, steps, threads) for case, scope in batch]
+        answers = [worker.receive(file.time_left()) for worker in workers]
+        for (case, scope), worker, answer in zip(batch, workers, answers, strict=True):
+            if answer is None:
+                say(f"{case.size} {scope}: not compiled when the time was up")
+                worker.stop()
+        for (case, scope), worker, answer in zip(batch, workers, answers, strict=True):
+            if answer is None:
+                continue
+            row: Row = {
+                "key": f"{case.key}/{scope}", "part": "model", "size": case.size, "scope": scope,
+                "precision": case.precision, "attention": case.attention, "batch": case.batch,
+                "context": case.context, "seed": seed004.compiled(case.size, case.precision),
+            }  # fmt: skip
+            row |= worker.finish(answer)
+            file.add(row)
+            say(_describe(row))
+
+
+def run_attention(file: RowFile, quick: bool) -> None:
+    """Tables 4 and 5: the rows of `bench attention` that compare compiled with eager."""
+    from shardwise.lab.attention.sweeps import Bench, make_cases
+
+    bench: Bench | None = None
+    for case in make_cases(("tables45",), quick):
+        key = f"attention/{case.key}"
+        if case.backend not in ATTENTION_BACKENDS or key in file:
+            continue
+        if file.time_is_up():
+            return
+        bench = bench or Bench(quick, ceilings=False)
+        row = {"key": key, "part": "attention", **asdict(bench.measure(case))}
+        file.add(row)
+        say(f"attention {case.backend} {case.dim} {case.seq}: {row['failure'] or row['ms']}")
+
+
+def _describe(row: Row) -> str:
+    words = f"{row['size']} {row['precision']} {row['scope']}: "
+    if "failure" in row:
+        return words + row["failure"]
+    return words + (
+        f"first call {row['first_call_s']:.1f} s, then {_sum_up(row['compiled'])} ms against eager "
+        f"{_sum_up(row['eager'])}"
+    )
+
+
+def _sum_up(side: Row) -> str:
+    return " + ".join(f"{side[part]['mean']:.1f}" for part in PARTS)
+
+
+def print_tables(rows: list[Row], facts: dict[str, Any]) -> None:
+    """A line per model and scope; a line per shape of attention."""
+    from rich.table import Table
+
+    from shardwise.profiling.results import print_on_console
+
+    models = Table(title="a step's parts, mean ms: compiled / eager (the seed's)")
+    for name in ("size", "precision", "scope", "first call", *PARTS):
+        models.add_column(name)
+    shapes = Table(title="attention, ms: compiled / eager (the seed's)")
+    for name in ("dim", "tokens", "forward", "backward"):
+        shapes.add_column(name)
+    eager = {}
+    for row in rows:
+        if row["part"] == "attention":
+            at = row["case"]["dim"], row["case"]["seq"]
+            if row["case"]["backend"] == "plain":
+                eager[at] = row
+            elif not row["failure"] and not eager[at]["failure"]:
+                shapes.add_row(*map(str, at), *(_attention_cell(row, eager[at], part)
+                                                for part in PARTS[:2]))  # fmt: skip
+        elif "failure" in row:
+            models.add_row(row["size"], row["precision"], row["scope"], row["failure"])
+        else:
+            models.add_row(row["size"], row["precision"], row["scope"],
+                           f"{row['first_call_s']:.1f} s",
+                           *(_model_cell(row, part) for part in PARTS))  # fmt: skip
+    for table in (models, shapes):
+        if table.row_count:
+            print_on_console(table, facts["environment"])
+
+
+def _model_cell(row: Row, part: str) -> str:
+    cell = f"{row['compiled'][part]['mean']:.2f} / {row['eager'][part]['mean']:.2f}"
+    if f"compiled_{part}" in row["seed"]:
+        cell += f" ({row['seed'][f'compiled_{part}']:.0f} / {row['seed'][f'eager_{part}']:.0f})"
+    return cell
+
+
+def _attention_cell(compiled: Row, eager: Row, part: str) -> str:
+    cell = f"{compiled['ms'][part]:.3f} / {eager['ms'][part]:.3f}"
+    if part in compiled["seed"] and part in eager["seed"]:
+        cell += f" ({compiled['seed'][part]:.3f} / {eager['seed'][part]:.3f})"
+    return cell

@@ -1,0 +1,1 @@
+"""The documents' exercises on paper, worked out and printed."""

@@ -1,0 +1,177 @@
+"""What profiling costs: steps with the profiler on and off, in turn, in one run.
+
+"On" is a step that is timed, with marks alone. What a traced step costs is measured beside: on CUDA
+the second of a profile, on a CPU the last.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.children import spawn_ranks
+from shardwise.emulation.models import make_model
+from shardwise.engine import marks
+from shardwise.lab import engines, step
+from shardwise.lab.step import Case, Family
+from shardwise.profiling.collect import TRACED_ON_CUDA, Profile
+from shardwise.profiling.timing import Step, spread
+
+CASES = {"gloo2": ("gloo2",), "h200": ("h200-4x2048-300GBs", "h200-1x2048-300GBs")}
+_ROUNDS = {"cpu": 12, "cuda": 48}
+_STEPS = 3  # in a round, with and without
+
+
+def measure(names: tuple[str, ...], rounds: int | None) -> list[dict[str, Any]]:
+    """The rows of all cases that this machine can run, each in fresh processes."""
+    rows: list[dict[str, Any]] = []
+    for name, family in step.select(names, step.Options(strategies=("zero3",))).items():
+        with tempfile.TemporaryDirectory() as folder:
+            spawn_ranks(_measure_on_rank, (name, family, rounds, folder), family.processes)
+            rows += json.loads((Path(folder) / "answer.json").read_text())
+    return rows
+
+
+def _measure_on_rank(rank: int, name: str, family: Family, rounds: int | None, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    step._join(rank, family, folder)
+    wanted = [case for case in family.cases if case.name in CASES[name]]
+    rows = [_measure(family, case, rounds or _ROUNDS[family.device]) for case in wanted]
+    if rank == 0:
+        (Path(folder) / "answer.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
+    step.say(f"{case.name}: {rounds} times {_STEPS} steps, off and on in turn")
+    with step._network(case):
+        wrapped = engines.wrap_ours(make_model(case.shape, family.device), "zero3", case.precision)
+        tokens = step._make_tokens(case, family.device, case.batch, case.length)
+        run = wrapped.step_on(*tokens)
+        for _ in range(case.warmup):
+            run()
+        samples: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
+        traced: list[tuple[float, float]] = []
+        timer = _timer(family)
+        # On CUDA a profile begins with traced steps, and the next one is not a usual one yet.
+        untimed = TRACED_ON_CUDA + 1 if family.device == "cuda" else 0
+        made = 0
+        for i in range(rounds):
+            for mode in ("off", "on") if i % 2 else ("on", "off"):
+                if mode == "off":
+                    samples[mode] += [timer(run) for _ in range(_STEPS)]
+                    continue
+                # More than are run: neither stopping nor a CPU's traced step is part of these.
+                profile = Profile(wrapped.model, 100)
+                profile.__enter__()
+                for _ in range(untimed):
+                    timer(run)
+                samples[mode] += [timer(run) for _ in range(_STEPS)]
+                found = profile.marks
+                made = len(found.ranges) + len(found.calls) + len(found.contexts)
+                profile.cancel()
+                profile.close()
+                if untimed:
+                    took = profile.taken.durations()[TRACED_ON_CUDA - 1]
+                    traced.append((took / 1e6, profile.seconds * 1e3))
+        if not untimed:
+            traced = [_trace(wrapped.model, run) for _ in range(rounds)]
+    sides = {mode: _side(taken) for mode, taken in samples.items()}
+    ratios = _paired(samples)
+    nothing, steps = _time_off(), _STEPS + untimed
+    return {
+        "case": case.name,
+        "strategy": "zero3",
+        **sides,
+        "step_ratio": sides["on"]["step_ms"] / sides["off"]["step_ms"],
+        "paired_ratio": statistics.median(ratios),
+        "paired_spread": spread(ratios),
+        "cpu_ratio": sides["on"]["cpu_ms"] / sides["off"]["cpu_ms"],
+        "least_step_ratio": sides["on"]["least_step_ms"] / sides["off"]["least_step_ms"],
+        "least_cpu_ratio": sides["on"]["least_cpu_ms"] / sides["off"]["least_cpu_ms"],
+        **_describe_traced(traced, sides["off"]["step_ms"]),
+        "marks_per_step": made // steps,
+        "ns_per_mark_off": nothing,
+        "share_of_step_off": nothing * (made // steps) / 1e6 / sides["off"]["step_ms"],
+        "settings": step._describe(family, case, False),
+    }
+
+
+def _paired(samples: dict[str, list[tuple[float, float]]]) -> list[float]:
+    """Steps with over steps without, of each round: what others do to a machine changes slowly."""
+
+    def rounds(mode: str) -> list[float]:
+        taken = [each[0] for each in samples[mode]]
+        return [statistics.median(taken[i : i + _STEPS]) for i in range(0, len(taken), _STEPS)]
+
+    return [on / off for on, off in zip(rounds("on"), rounds("off"), strict=True)]
+
+
+def _trace(model: nn.Module, run: Step) -> tuple[float, float]:
+    """Milliseconds of a traced step, and of starting, stopping and reading around it."""
+    with Profile(model, 2) as profile:
+        for _ in range(2):
+            dist.barrier()
+            run()
+    start, end = profile.bounds[-1]
+    return (end - start) / 1e6, profile.seconds * 1e3
+
+
+def _describe_traced(taken: list[tuple[float, float]], off: float) -> dict[str, float]:
+    if not taken:
+        return {}
+    step_ms = statistics.median(each[0] for each in taken)
+    around = statistics.median(each[1] for each in taken)
+    return {"traced_step_ms": step_ms, "traced_ratio": step_ms / off, "around_ms": around}
+
+
+def _timer(family: Family) -> Callable[[Step], tuple[float, float]]:
+    """Milliseconds of a step, and of this process's cores in it, which others do not disturb."""
+    real = family.backend != "fake"
+
+    def timer(run: Step) -> tuple[float, float]:
+        if real:
+            dist.barrier()
+        if family.device == "cuda":
+            torch.cuda.synchronize()
+        began, used = perf_counter(), process_time()
+        run()
+        if family.device == "cuda":
+            torch.cuda.synchronize()
+        return (perf_counter() - began) * 1e3, (process_time() - used) * 1e3
+
+    return timer
+
+
+def _side(taken: list[tuple[float, float]]) -> dict[str, float]:
+    steps, cpus = [each[0] for each in taken], [each[1] for each in taken]
+    return {
+        "step_ms": statistics.median(steps),
+        "step_spread_ms": spread(steps),
+        "least_step_ms": min(steps),
+        "cpu_ms": statistics.median(cpus),
+        "cpu_spread_ms": spread(cpus),
+        "least_cpu_ms": min(cpus),
+    }
+
+
+def _time_off() -> float:
+    """Nanoseconds of a mark that nobody listens to."""
+
+    def mark() -> None:
+        with marks.range("gather", "unit"):
+            pass
+
+    count = 100_000
+    return min(timeit.repeat(mark, number=count, repeat=5)) / count * 1e9

@@ -1,1 +1,0 @@
-"""Measuring real runs: benchmarks and memory."""

@@ -1,0 +1,1 @@
+"""From a Plan and a description to a Timeline, before anything runs."""

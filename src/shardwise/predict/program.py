@@ -1,0 +1,314 @@
+"""The operations of one step on one rank, in the order in which its host issues them.
+
+An operation runs on a stream. It starts when the one before it on the same stream and all of
+`after` have ended and the host has begun to issue it. Memory moves in the order of the compute
+stream: every change is tied to a moment of a compute operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardwise.description.collectives import Members
+from shardwise.description.model import KernelFact, ModelDescription, Pass, Segment
+from shardwise.description.workload import Workload
+from shardwise.planning.plan import Plan
+from shardwise.predict.cost import Costs
+from shardwise.timeline import COMPUTE
+
+# The CUDA caching allocator counts in blocks of this many bytes.
+BLOCK = 512
+
+
+def rounded(nbytes: float) -> int:
+    """Bytes as an allocator counts them."""
+    return math.ceil(nbytes / BLOCK) * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation. A collective (`group` set) ends for all members of its group at once."""
+
+    name: str
+    unit: str
+    phase: str
+    role: str  # compute, copy, transfer, host
+    stream: str
+    seconds: float  # with the device to itself
+    host: float = 0.0  # seconds to issue it
+    after: tuple[int, ...] = ()
+    group: str = ""  # the mesh axis of a collective
+    link: str = ""  # transfers with the same link share its bandwidth
+    share: float = 0.0  # of the compute that it takes meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Bytes that come or go at the start or the end of the compute operation number `at`."""
+
+    at: int  # -1: the step's start
+    ends: bool
+    role: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's step."""
+
+    ops: tuple[Op, ...]
+    changes: tuple[Change, ...]
+
+    def peak(self) -> int:
+        """The most bytes at any moment. It follows from the order alone, not from times."""
+        held = most = 0
+        for change in self.changes:
+            held += change.nbytes
+            most = max(most, held)
+        return most
+
+
+@dataclass
+class Builder:
+    """Collects a Program: operations on streams, and what the compute stream must wait for."""
+
+    costs: Costs
+    ops: list[Op] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    last_compute: int = -1
+    _joined: list[int] = field(default_factory=list)
+
+    def add(self, op: Op) -> int:
+        """Queue an operation; gives its number."""
+        if op.stream == COMPUTE:
+            op = replace(op, after=(*op.after, *self._joined))
+            self._joined.clear()
+            self.last_compute = len(self.ops)
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def join(self, number: int) -> None:
+        """The compute stream waits for operation `number` before it goes on."""
+        if number >= 0:
+            self._joined.append(number)
+
+    def behind_compute(self) -> tuple[int, ...]:
+        """For `after`: everything that compute has been given so far, waits included."""
+        return (*((self.last_compute,) if self.last_compute >= 0 else ()), *self._joined)
+
+    def compute(self, part: Pass, name: str, unit: str, phase: str, peaks: bool = True) -> int:
+        """Run a pass; its activations come and go around it. `peaks`: its own peak is not counted
+        elsewhere already.
+        """
+        number = len(self.ops)
+        kept = max(0, part.net_bytes)
+        extra = part.peak_bytes - kept if peaks else 0
+        self.changes += [
+            Change(number, False, "activations", kept),
+            Change(number, False, "temporary", extra),
+            Change(number, True, "temporary", -extra),
+            Change(number, True, "activations", part.net_bytes - kept),
+        ]
+        seconds, host = self.costs.compute(part), self.costs.issue(part)
+        return self.add(Op(name, unit, phase, "compute", COMPUTE, seconds, host))
+
+    def copy(
+        self,
+        name: str,
+        unit: str,
+        phase: str,
+        stream: str,
+        nbytes: float,
+        after: Sequence[int] = (),
+    ) -> int:
+        """A kernel that only moves bytes. Without streams it is the host's, so compute's."""
+        stream = stream if self.costs.streams else COMPUTE
+        share = 0.0 if stream == COMPUTE else self.costs.copy_share
+        waits = () if stream == COMPUTE else tuple(after)
+        if stream == COMPUTE:
+            for number in after:
+                self.join(number)
+        return self.add(
+            Op(
+                name,
+                unit,
+                phase,
+                "copy",
+                stream,
+                self.costs.copy(nbytes, name),
+                after=waits,
+                share=share,
+            )
+        )
+
+    def collective(
+        self,
+        kind: str,
+        unit: str,
+        phase: str,
+        axis: str,
+        nbytes: float,
+        members: Members,
+        after: Sequence[int],
+        written: float = 0.0,
+    ) -> int:
+        """A collective on its group's stream. Emulated, it first copies the `written` bytes."""
+        seconds = self.costs.collective(kind, nbytes, members)
+        host = self.costs.cluster.host.collective_s if self.costs.streams else 0.0
+        if not self.costs.streams and members.ranks > 1:
+            called = self.costs.call(kind, nbytes)
+            start = self.add(Op(f"{kind} call", unit, phase, "copy", COMPUTE, called))
+            seconds, after = max(0.0, seconds - called), (start,)
+        if self.costs.emulated and self.costs.streams and written > 0:
+            name = f"{kind} copy"
+            copied = self.costs.copy(2 * written, name)
+            self.add(Op(name, unit, phase, "copy", axis, copied, 0.0, tuple(after), share=1.0))
+            seconds, after = max(0.0, seconds - copied), ()
+        return self.add(
+            Op(
+                kind,
+                unit,
+                phase,
+                "transfer",
+                axis,
+                seconds,
+                host,
+                tuple(after),
+                axis,
+                self.costs.link(members),
+                self.costs.share,
+            )
+        )
+
+    def engine_work(self, name: str, unit: str, phase: str) -> None:
+        """The engine's own Python to gather, cast or reduce one unit: the host's time, and on a CPU
+        compute's as well.
+        """
+        host = self.costs.cluster.host
+        seconds = host.seconds_to_cast if name == "cast" else host.unit_s
+        if self.costs.streams:
+            self.ops.append(Op(name, unit, phase, "host", "host", 0.0, seconds))
+        else:
+            self.add(Op(name, unit, phase, "host", COMPUTE, seconds))
+
+    def hold(self, role: str, nbytes: int) -> None:
+        """Bytes come (or, negative, go) at this point of the compute stream."""
+        if nbytes:
+            self.changes.append(Change(self.last_compute, True, role, nbytes))
+
+    def build(self) -> Program:
+        return Program(tuple(self.ops), tuple(self.changes))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch as the schedule needs it: segments in forward order, with the numbers of the
+    Plan's units that each one uses.
+    """
+
+    segments: tuple[tuple[str, Segment], ...]
+    uses: tuple[tuple[int, ...], ...]  # of each segment
+    # For each unit of the Plan: gradient bytes that its backward leaves in each segment.
+    grads: tuple[Mapping[int, int], ...]
+
+    @property
+    def first_use(self) -> dict[int, int]:
+        """The first segment, in forward order, of each unit: where its backward ends."""
+        found: dict[int, int] = {}
+        for place, units in enumerate(self.uses):
+            for unit in units:
+                found.setdefault(unit, place)
+        return found
+
+
+def lay_work(plan: Plan, description: ModelDescription) -> Work:
+    """Match the description's segments with the Plan's units by parameter names, so that units may
+    be cut otherwise than the description is (merged blocks, buckets through the middle of one).
+    """
+    unit_of = {
+        p.name: number for number, unit in enumerate(plan.require_units()) for p in unit.parameters
+    }
+    uses: list[tuple[int, ...]] = []
+    grads: list[dict[int, int]] = []
+    ends: dict[str, int] = {}  # where a described unit's gradients appear: its last segment
+    for unit, segment in description.segments:
+        ends[unit.name] = segment.position
+    for unit, segment in description.segments:
+        missing = [p.name for p in unit.parameters if p.name not in unit_of]
+        if missing:
+            raise ValueError(
+                f"parameter {missing[0]!r} of described unit {unit.name!r} is in no unit of the "
+                "Plan: describe the model that the Plan was resolved for"
+            )
+        uses.append(tuple(dict.fromkeys(unit_of[p.name] for p in unit.parameters)))
+        found: dict[int, int] = {}
+        if ends[unit.name] == segment.position:
+            for p in unit.parameters:
+                if p.trainable:
+                    _, compute, _ = plan.dtypes(p.dtype)
+                    number = unit_of[p.name]
+                    found[number] = found.get(number, 0) + rounded(p.numel * compute.itemsize)
+        grads.append(found)
+    segments = tuple((unit.name, segment) for unit, segment in description.segments)
+    return Work(segments, tuple(uses), tuple(grads))
+
+
+def scaled(description: ModelDescription, factor: float) -> ModelDescription:
+    """The same model on a micro-batch of another size: work and activations in proportion."""
+    if factor == 1:
+        return description
+    known: dict[int, Pass] = {}
+
+    def scale(part: Pass) -> Pass:
+        if id(part) not in known:
+            kernels = tuple(_scale_kernel(k, factor) for k in part.kernels)
+            peak, net = round(part.peak_bytes * factor), round(part.net_bytes * factor)
+            known[id(part)] = Pass(kernels, max(peak, net, 0), net)
+        return known[id(part)]
+
+    units = tuple(
+        replace(
+            unit,
+            segments=tuple(
+                replace(
+                    s,
+                    forward=scale(s.forward),
+                    backward=scale(s.backward),
+                    recompute=scale(s.recompute),
+                    saved_bytes=round(s.saved_bytes * factor),
+                    input_bytes=round(s.input_bytes * factor),
+                    output_bytes=round(s.output_bytes * factor),
+                )
+                for s in unit.segments
+            ),
+        )
+        for unit in description.units
+    )
+    return replace(description, units=units, input_bytes=round(description.input_bytes * factor))
+
+
+def _scale_kernel(kernel: KernelFact, factor: float) -> KernelFact:
+    return replace(kernel, flops=kernel.flops * factor, bytes=kernel.bytes * factor)
+
+
+def works_of(
+    plan: Plan, descriptions: ModelDescription | Mapping[int, ModelDescription], workload: Workload
+) -> dict[int, Work]:
+    """One `Work` for each micro-batch size of the workload: from the description of that size, or
+    from the only one in proportion.
+    """
+    sizes = {workload.micro_batch}
+    if workload.sizes is not None:
+        sizes = {size for row in workload.sizes for size in row}
+    if isinstance(descriptions, ModelDescription):
+        base = descriptions
+        return {n: lay_work(plan, scaled(base, n / workload.micro_batch)) for n in sorted(sizes)}
+    missing = sizes - set(descriptions)
+    if missing:
+        raise ValueError(
+            f"micro-batches of {sorted(missing)} sequences have no description, only "
+            f"{sorted(descriptions)}: describe each size, or give one description for all"
+        )
+    return {size: lay_work(plan, descriptions[size]) for size in sorted(sizes)}

@@ -1,0 +1,267 @@
+"""Search: which Plan is the fastest that fits.
+
+First every strategy and mesh is tried with every micro-batch size and with and without activation
+checkpointing, at default settings; memory follows from the schedule's order alone, so what does not
+fit is dropped before it is simulated. Then the settings of each strategy's best are improved one at
+a time: bucket bytes, what stays gathered, how far to gather ahead, how many reduces may be under
+way, and when micro-batches are reduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwise.description.cluster import Cluster
+from shardwise.description.model import ModelDescription
+from shardwise.description.workload import Workload
+from shardwise.planning.plan import Plan
+from shardwise.predict.cost import Costs
+from shardwise.predict.engine_step import EngineSchedule
+from shardwise.predict.models import Source, as_source
+from shardwise.predict.program import works_of
+from shardwise.predict.ranking import GB, MEMORY_MARGIN, MIB, WORTH, Candidate, Ranking, Rejected
+from shardwise.predict.simulate import simulate
+from shardwise.predict.step import StepOptions
+from shardwise.timeline import Breakdown, Timeline
+
+
+def search(
+    model: nn.Module | ModelDescription | str,
+    cluster: Cluster,
+    workload: Workload,
+    budget_gb: float | None = None,
+    *,
+    world: int | None = None,
+    compute_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+    options: StepOptions | None = None,
+    checkpoints: Sequence[str] = ("none", "nonreentrant"),
+    strategies: Sequence[str] = ("ddp", "zero1", "zero2", "zero3", "hsdp"),
+) -> Ranking:
+    """Rank Plans of `model` for `workload` on `world` ranks of `cluster` (default: one node).
+
+    The workload's tokens per rank and step stay the same; its split into micro-batches is searched.
+    `budget_gb` is the memory a rank may use, in 1e9 bytes; default: the device's. It also decides
+    which units stay gathered and how deep to prefetch. `compute_dtype` is by default what the
+    device is quickest in: bfloat16, on a CPU float32; a description has been made in one already.
+    `reduce_dtype` is by default float32.
+    """
+    world = cluster.ranks_per_node or 1 if world is None else world
+    if world < 1:
+        raise ValueError(f"world is {world}, expected at least 1 rank")
+    limit = cluster.device.memory_bytes if budget_gb is None else budget_gb * GB
+    if not (limit > 0 and math.isfinite(limit)):
+        raise ValueError(f"budget_gb is {budget_gb}, expected more than 0")
+    source = as_source(model, workload)
+    made_in = source.compute_dtype
+    if made_in is not None and compute_dtype not in (None, made_in):
+        raise ValueError(
+            f"compute_dtype is {compute_dtype!r}, but {source.name} was described in {made_in}: "
+            f"describe it with a Plan that computes in {compute_dtype}"
+        )
+    run = _Search(
+        source,
+        cluster,
+        limit,
+        options or StepOptions(),
+        {
+            "compute_dtype": compute_dtype or made_in or cluster.device.compute_dtype,
+            "reduce_dtype": reduce_dtype or "float32",
+        },
+    )
+    plans = list(run.starting_plans(world, strategies))
+    if not plans:
+        raise ValueError(
+            f"{', '.join(strategies) or 'no strategy'} has no mesh on {world} ranks: hsdp needs a "
+            "number of ranks that divides into groups; use zero3, or another number of ranks"
+        )
+    for plan in plans:
+        for split in _splits(workload, checkpoints):
+            run.consider(plan, split)
+    for candidate in run.ranking().best_of_each():
+        run.refine(candidate)
+    return run.ranking()
+
+
+def plan(
+    model: nn.Module | ModelDescription | str,
+    cluster: Cluster,
+    workload: Workload,
+    budget_gb: float | None = None,
+    **settings: Any,
+) -> Plan:
+    """The fastest Plan that fits, resolved: the first that `search` gives. It keeps the workload's
+    tokens, but may ask for other micro-batches; `search` says which.
+    """
+    ranking = search(model, cluster, workload, budget_gb, **settings)
+    if not ranking:
+        raise ValueError(ranking.explain())
+    best: Plan = ranking[0].plan
+    return best
+
+
+def _splits(workload: Workload, checkpoints: Sequence[str]) -> Iterator[Workload]:
+    """The rank's sequences of a step, as micro-batches of 1, of sizes that divide them and at least
+    double, and of all of them.
+    """
+    if workload.sizes is not None:
+        for checkpoint in checkpoints:
+            yield dataclasses.replace(workload, checkpoint=checkpoint)
+        return
+    total = workload.micro_batch * workload.micro_batches
+    sizes = [1]
+    for size in _divisors(total):
+        if size >= 2 * sizes[-1]:
+            sizes.append(size)
+    for size in sizes:
+        for checkpoint in checkpoints:
+            yield dataclasses.replace(
+                workload, micro_batch=size, micro_batches=total // size, checkpoint=checkpoint
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+@dataclass
+class _Search:
+    source: Source
+    cluster: Cluster
+    limit: float
+    options: StepOptions
+    dtypes: dict[str, Any]
+    found: dict[tuple[Plan, Workload], Candidate] = field(default_factory=dict)
+    rejected: dict[tuple[Plan, Workload], Rejected] = field(default_factory=dict)
+    dropped: int = 0
+
+    def __post_init__(self) -> None:
+        self.costs = Costs.of(self.cluster)
+
+    def starting_plans(self, world: int, strategies: Sequence[str]) -> Iterator[Plan]:
+        for name in strategies:
+            if name != "hsdp":
+                yield Plan.of(name, world, **self.dtypes)
+                continue
+            for shard in self._shard_groups(world):
+                for inner in ("zero3", "zero2"):
+                    yield Plan.of("hsdp", (world // shard, shard), inner=inner, **self.dtypes)
+
+    def _shard_groups(self, world: int) -> list[int]:
+        """Shard groups worth trying: a node, the largest even part of one, or a few nodes."""
+        node = self.cluster.ranks_per_node or world
+        node = world if world <= node else math.gcd(world, node)
+        part = max((n for n in _divisors(node) if n < node), default=1)
+        tried = sorted({part, *(node * times for times in (1, 2, 4, 8))})
+        return [shard for shard in tried if 1 < shard < world and world % shard == 0]
+
+    def consider(self, plan: Plan, workload: Workload) -> Candidate | None:
+        """Simulate it if it fits."""
+        key = (plan, workload)
+        if key in self.found or key in self.rejected:
+            return self.found.get(key)
+        resolved, description = self.source.at(plan, workload)
+        peak = self._peak(resolved, description, workload)
+        candidate_title = Candidate(
+            resolved, workload, 0.0, peak, self.limit, _NOTHING, 0.0, {}
+        ).title
+        if peak * (1 + MEMORY_MARGIN) > self.limit:
+            self.rejected[key] = Rejected(candidate_title, plan.title, peak)
+            return None
+        timeline = simulate(
+            resolved, description, self.cluster, workload, costs=self.costs, options=self.options
+        )
+        self.found[key] = self._candidate(resolved, workload, timeline)
+        return self.found[key]
+
+    def _peak(self, plan: Plan, description: ModelDescription, workload: Workload) -> int:
+        works = works_of(plan, description, workload)
+        sizes = {
+            tuple(workload.size_of(group, i) for i in range(workload.micro_batches))
+            for group in range(len(workload.sizes or ((),)))
+        }
+        held = description.input_bytes + description.buffer_bytes
+        return max(
+            EngineSchedule(plan, works, self.costs, workload, self.options, held).build(s).peak()
+            for s in sizes
+        )
+
+    def _candidate(self, plan: Plan, workload: Workload, timeline: Timeline) -> Candidate:
+        peak = timeline.peak()
+        tokens = workload.tokens_per_step(plan.world, plan.replicate)
+        return Candidate(
+            plan,
+            workload,
+            timeline.step_ms,
+            peak.total,
+            self.limit,
+            timeline.breakdown(),
+            tokens / (timeline.step_ms / 1e3),
+            dict(peak.by_role),
+        )
+
+    def refine(self, candidate: Candidate) -> None:
+        """Improve one setting after the other, as long as each is worth it."""
+        best = candidate
+        for name, values in self._settings(candidate):
+            for value in values:
+                plan = dataclasses.replace(best.plan, units=None)
+                changed = {name: value}
+                if name == "prefetch":
+                    changed = {"forward_prefetch": value, "backward_prefetch": value}
+                try:
+                    plan = dataclasses.replace(plan, **changed)
+                except ValueError:
+                    continue  # this strategy has no such setting
+                tried = self.consider(plan, best.workload)
+                if tried is None:
+                    continue
+                if tried.step_ms < best.step_ms * (1 - WORTH):
+                    best = tried
+                else:
+                    self._forget(plan, best.workload)
+
+    def _forget(self, plan: Plan, workload: Workload) -> None:
+        """A setting that is not worth it does not belong in the ranking."""
+        del self.found[plan, workload]
+        self.dropped += 1
+
+    def _settings(self, candidate: Candidate) -> list[tuple[str, tuple[Any, ...]]]:
+        plan, largest = candidate.plan, max(
+            sum(p.nbytes for p in unit.parameters) for unit in candidate.plan.require_units()
+        )  # fmt: skip
+        settings: list[tuple[str, tuple[Any, ...]]] = []
+        if candidate.workload.micro_batches > 1:
+            delayed = ("scatter_each_reduce_last",) if plan.replicate > 1 else ()
+            settings.append(("sync", (*delayed, "last")))
+        if plan.strategy.parameters == "shard":
+            node = self.cluster.ranks_per_node
+            pieces = (node,) if node and node < plan.shard and plan.shard % node == 0 else ()
+            settings.append(("keep_after_forward", (True, *pieces)))
+            settings.append(("prefetch", (2, 3)))
+            settings.append(("bucket_bytes", (2 * largest, 4 * largest)))
+        else:
+            settings.append(("bucket_bytes", (64 * MIB, 128 * MIB, 256 * MIB)))
+        settings.append(("reduce_depth", (2, 4)))
+        return settings
+
+    def _sorted(self) -> list[Candidate]:
+        return sorted(self.found.values(), key=lambda c: (c.step_ms, c.peak_bytes))
+
+    def ranking(self) -> Ranking:
+        return Ranking(
+            tuple(self._sorted()),
+            tuple(self.rejected.values()),
+            self.limit,
+            len(self.found) + len(self.rejected) + self.dropped,
+        )
+
+
+_NOTHING = Breakdown(0, 0, 0, 0, 0, 0, 0)

@@ -1,0 +1,161 @@
+"""A discrete-event simulation of one step over all ranks.
+
+Every rank runs its Program. An operation starts when what it depends on has ended and the host has
+issued it; a collective starts when its last member has arrived; while a collective or a copy is on
+a rank, compute there goes on at what is left of the device; transfers over one link share it.
+
+Ranks that do the same are simulated once. Two ranks are alike when they have the same work and
+speed and their groups have alike members; the coarsest such classes are found by refinement, and a
+group of ranks becomes a group of classes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.description.cluster import Cluster
+from shardwise.description.model import ModelDescription
+from shardwise.description.workload import Workload
+from shardwise.planning.plan import Plan
+from shardwise.predict.cost import Costs
+from shardwise.predict.engine_step import EngineSchedule
+from shardwise.predict.events import Rank, run
+from shardwise.predict.fsdp2 import Fsdp2Schedule
+from shardwise.predict.program import Program, works_of
+from shardwise.predict.step import StepOptions, StepSchedule
+from shardwise.timeline import Timeline
+
+ENGINES: dict[str, type[StepSchedule]] = {"shardwise": EngineSchedule, "fsdp2": Fsdp2Schedule}
+
+
+def simulate(
+    plan: Plan,
+    description: ModelDescription | Mapping[int, ModelDescription],
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    costs: Costs | None = None,
+    engine: str = "shardwise",
+    options: StepOptions | None = None,
+    slow: Mapping[int, float] | None = None,
+    base_bytes: int = 0,
+) -> Timeline:
+    """Predict one step of `plan` (resolved: it has units) as a Timeline.
+
+    `description` is of one micro-batch of `workload.micro_batch` sequences, or one for each size.
+    `slow` gives ranks whose kernels take longer by a factor. `base_bytes` is what a rank holds
+    beside the training itself (libraries' workspaces).
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}, expected one of {sorted(ENGINES)}")
+    costs = costs or Costs.of(cluster)
+    options = options or StepOptions()
+    works = works_of(plan, description, workload)
+    some = description if isinstance(description, ModelDescription) else description[max(works)]
+    held = base_bytes + some.input_bytes + some.buffer_bytes
+
+    def sizes_of(rank: int) -> tuple[int, ...]:
+        group = rank // plan.shard if plan.replicate > 1 else rank
+        if plan.replicate == 1 and workload.sizes is not None:
+            # One shard group: its ranks still have the uneven work of the groups they would be in.
+            group = rank * len(workload.sizes) // plan.world
+        return tuple(workload.size_of(group, i) for i in range(workload.micro_batches))
+
+    programs: dict[tuple[int, ...], Program] = {}
+
+    def program_of(rank: int) -> Program:
+        sizes = sizes_of(rank)
+        if sizes not in programs:
+            schedule = ENGINES[engine](plan, works, costs, workload, options, held)
+            programs[sizes] = schedule.build(sizes)
+        return programs[sizes]
+
+    speeds = {rank: factor for rank, factor in (slow or {}).items() if factor != 1}
+    outside = sorted(set(speeds) - set(range(plan.world)))
+    if outside:
+        raise ValueError(f"slow names ranks {outside}, but the mesh {plan.mesh} has {plan.world}")
+    classes = fold(
+        plan.world, lambda rank: (sizes_of(rank), speeds.get(rank, 1.0)), mesh_axes(plan)
+    )
+    timeline = run(
+        [
+            Rank(c.first, program_of(c.first), c.groups, speeds.get(c.first, 1.0), c.count)
+            for c in classes
+        ]
+    )
+    labels = {"plan": plan.title, "mesh": "x".join(map(str, plan.mesh)), "cluster": cluster.name}
+    return Timeline(timeline.spans, timeline.memory, timeline.stands_for, labels)
+
+
+# Folding
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks that do the same: the first of them, how many, and for each axis the classes of the
+    group they are in.
+    """
+
+    first: int
+    count: int
+    groups: Mapping[str, tuple[int, ...]]
+
+
+def mesh_axes(plan: Plan) -> dict[str, Callable[[int], Sequence[int]]]:
+    """For each axis, the ranks that share a group with a rank."""
+    n, world = plan.shard, plan.world
+    axes: dict[str, Callable[[int], Sequence[int]]] = {
+        "shard": lambda rank: range(rank // n * n, rank // n * n + n),
+        "replicate": lambda rank: range(rank % n, world, n),
+    }
+    if any(unit.whole for unit in plan.units or ()):
+        axes["all"] = lambda rank: range(world)
+    keep = plan.keep_after_forward
+    if keep is not None and not isinstance(keep, bool):
+        axes["keep"] = lambda rank: range(rank // keep * keep, rank // keep * keep + keep)
+    return axes
+
+
+def fold(
+    world: int,
+    kind_of: Callable[[int], Hashable],
+    axes: Mapping[str, Callable[[int], Sequence[int]]],
+) -> list[RankClass]:
+    """The coarsest classes of ranks that cannot be told apart."""
+    colors = _number([kind_of(rank) for rank in range(world)])
+    while True:
+        if len(set(colors)) == 1:
+            break
+        seen: list[Hashable] = []
+        for rank in range(world):
+            around = tuple(
+                frozenset(colors[other] for other in members(rank)) for members in axes.values()
+            )
+            seen.append((colors[rank], around))
+        finer = _number(seen)
+        if len(set(finer)) == len(set(colors)):
+            break
+        colors = finer
+    firsts: dict[int, int] = {}
+    counts: dict[int, int] = defaultdict(int)
+    for rank, color in enumerate(colors):
+        firsts.setdefault(color, rank)
+        counts[color] += 1
+    return [
+        RankClass(
+            first,
+            counts[color],
+            {
+                axis: tuple(sorted({firsts[colors[other]] for other in members(first)}))
+                for axis, members in axes.items()
+            },
+        )
+        for color, first in firsts.items()
+    ]
+
+
+def _number(values: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]

@@ -1,0 +1,355 @@
+"""Memory by role over a step: the allocator says what was taken when, the engine whose it is.
+
+On CUDA the allocator's own history has every block, also those from before. On a CPU torch's
+profiler tells of what is taken and given back while it runs; what was there before is what the
+engine, the model and the optimizers hold. Every block gets one role, so roles sum to the
+allocator's figure; what nobody claims is "other".
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardwise.engine import torch_private
+from shardwise.engine.engine import Engine
+from shardwise.engine.extended import Memory
+from shardwise.engine.gradients import Gradients
+from shardwise.engine.marks import BufferMark, Call, Marks, Range
+from shardwise.profiling.spans import HostPieces
+from shardwise.profiling.trace import Allocation
+from shardwise.timeline import MEMORY_ROLES
+
+POINTS = 1500  # a curve has at most this many, each the highest of its stretch
+LARGEST = 10
+_BLOCK = 512  # CUDA's allocator gives out multiples
+
+
+@dataclass
+class Block:
+    """Memory that was taken once: `born` and `died` are None outside the profile."""
+
+    address: int
+    nbytes: int
+    born: int | None = None
+    died: int | None = None
+    role: str = "other"
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What a tensor's memory is for."""
+
+    nbytes: int
+    role: str
+    what: str
+
+
+@dataclass
+class Owners:
+    """Who owns memory, by address: found by looking through engines, models and optimizers."""
+
+    tensors: dict[int, Owned] = field(default_factory=dict)
+    buffers: dict[int, Owned] = field(default_factory=dict)  # by id of an engine's Buffer
+    sizes: dict[str, set[int]] = field(default_factory=dict)  # of gradients, by unit
+
+    def add(self, tensor: torch.Tensor, role: str, what: str, device: str) -> None:
+        local = torch_private.local_of(tensor)
+        if is_traceable_wrapper_subclass(local):  # a class of its own, around tensors with memory
+            for name in local.__tensor_flatten__()[0]:
+                self.add(getattr(local, name), role, what, device)
+        elif local.device.type == device and not local.is_meta:
+            storage = local.untyped_storage()
+            if storage.nbytes():
+                self.tensors.setdefault(
+                    storage.data_ptr(), Owned(storage.nbytes(), role, f"{role} of {what}")
+                )
+
+
+def find_owners(
+    engines: Iterable[Engine],
+    model: nn.Module | None,
+    optimizers: Iterable[torch.optim.Optimizer],
+    device: str,
+) -> Owners:
+    """Everything that is held from step to step, and the engine's buffers."""
+    owners = Owners()
+    for engine in engines:
+        for unit in engine.units:
+            owners.add(unit.parameters.master, "parameters", unit.name, device)
+            if not unit.prepared:
+                continue
+            held: list[tuple[Any, str]] = [(unit.kept_buffer, "full")]
+            if not unit.parameters.aliased:
+                held.append((getattr(unit.parameters, "buffer", None), "full"))
+            gradients = unit.gradients
+            if gradients is not None:
+                what = f"gradients of {unit.name}"
+                owners.buffers[id(gradients)] = Owned(gradients.nbytes, "gradients", what)
+                if gradients.sums is not None:
+                    owners.add(gradients.sums, "gradients", unit.name, device)
+                slot = gradients.slot
+                held.append((slot.buffer if slot is not None else None, "slots"))
+                owners.sizes[unit.name] = _gradient_sizes(gradients)
+            for buffer, role in held:
+                if buffer is None:
+                    continue
+                flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
+                nbytes = sum(flat.nbytes for flat in flats)
+                owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
+                for flat in flats:
+                    owners.add(flat, role, unit.name, device)
+    for name, parameter in model.named_parameters() if model is not None else ():
+        owners.add(parameter.data, "parameters", name, device)
+        if parameter.grad is not None:
+            owners.add(parameter.grad, "gradients", name, device)
+    for name, buffer in model.named_buffers() if model is not None else ():
+        owners.add(buffer, "other", name, device)
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            owners.add(parameter.data, "parameters", "an optimizer", device)
+            if parameter.grad is not None:
+                owners.add(parameter.grad, "gradients", "an optimizer", device)
+        for state in optimizer.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    owners.add(value, "state", str(key), device)
+    return owners
+
+
+def _gradient_sizes(gradients: Gradients) -> set[int]:
+    found = set()
+    for shown in gradients.shown:
+        nbytes = torch_private.local_of(shown.data).nbytes
+        found |= {nbytes, -(-nbytes // _BLOCK) * _BLOCK}
+    return found
+
+
+class CudaHistory:
+    """The history of CUDA's allocator, and its snapshot for torch's own viewer."""
+
+    def __init__(self) -> None:
+        self.snapshot: dict[str, Any] = {}
+
+    def start(self) -> None:
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=2_000_000)
+
+    def stop(self) -> None:
+        self.snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(None)
+
+    def blocks(self, offset: int) -> tuple[list[Block], list[tuple[int, int, int]]]:
+        """Every block, and (time, reserved, active beyond allocated) changes; `offset` is added to
+        the allocator's times.
+        """
+        device = torch.cuda.current_device()
+        alive: dict[int, Block] = {}
+        blocks: list[Block] = []
+        others: list[tuple[int, int, int]] = []
+        for entry in self.snapshot["device_traces"][device]:
+            time, address = entry["time_us"] * 1000 + offset, entry["addr"]
+            size = -(-entry["size"] // _BLOCK) * _BLOCK
+            action = entry["action"]
+            if action == "alloc":
+                block = Block(address, size, born=time)
+                alive[address] = block
+                blocks.append(block)
+            elif action == "free_requested":
+                if address not in alive:
+                    alive[address] = Block(address, size)
+                    blocks.append(alive[address])
+                alive.pop(address).died = time
+                others.append((time, 0, size))
+            elif action == "free_completed":
+                others.append((time, 0, -size))
+            elif action in ("segment_alloc", "segment_map"):
+                others.append((time, entry["size"], 0))
+            elif action in ("segment_free", "segment_unmap"):
+                others.append((time, -entry["size"], 0))
+        for segment in self.snapshot["segments"]:
+            if segment["device"] != device:
+                continue
+            address = segment["address"]
+            for piece in segment["blocks"]:
+                here = piece.get("address", address)
+                if piece["state"] == "active_allocated" and here not in alive:
+                    blocks.append(Block(here, piece["size"]))
+                address = here + piece["size"]
+        return blocks, others
+
+    @property
+    def reserved(self) -> int:
+        """At the end."""
+        device = torch.cuda.current_device()
+        segments = self.snapshot["segments"]
+        return sum(s["total_size"] for s in segments if s["device"] == device)
+
+
+def host_blocks(
+    allocations: list[Allocation], before: Owners, owners: Owners, noted: list[BufferMark]
+) -> list[Block]:
+    """Every block of the host's allocator: seen by the profiler, or held by an owner before it
+    began; such a one ends where the engine says that it gave it back.
+    """
+    alive: dict[int, Block] = {}
+    for address, owned in before.tensors.items():
+        alive[address] = Block(address, owned.nbytes, role=owned.role, what=owned.what)
+    blocks = list(alive.values())
+    events: list[tuple[int, int, int]] = [(a.time, a.address, a.nbytes) for a in allocations]
+    if allocations:
+        events += [(m.time, m.address, 0) for m in noted if m.nbytes < 0]
+    else:  # nobody followed the allocator: what the engine says of its own buffers
+        events = [(m.time, m.address, m.nbytes) for m in noted]
+    for time, address, nbytes in sorted(events):
+        if nbytes > 0:
+            if address in alive:  # from before: its end was not seen
+                alive[address].died = time
+            alive[address] = Block(address, nbytes, born=time)
+            blocks.append(alive[address])
+        elif address in alive and (nbytes < 0 or alive[address].born is None):
+            alive.pop(address).died = time
+    for address, owned in owners.tensors.items():
+        if address not in alive:  # its owner was not known at the start
+            blocks.append(Block(address, owned.nbytes))
+    return blocks
+
+
+def assign_roles(
+    blocks: list[Block], owners: Owners, before: Owners, marks: Marks, pieces: HostPieces
+) -> None:
+    """Say of every block what it is for."""
+    buffers: dict[int, list[tuple[int, Owned]]] = defaultdict(list)
+    for mark in marks.buffers:
+        owned = owners.buffers.get(id(mark.buffer)) or before.buffers.get(id(mark.buffer))
+        if mark.nbytes > 0 and owned is not None:
+            buffers[mark.address].append((mark.time, owned))
+    packs: dict[str, list[Range]] = defaultdict(list)
+    for made in marks.ranges:
+        if made.name == "pack":
+            packs[made.unit].append(made)
+    for block in blocks:
+        owned = _owner(block, owners, before, buffers)
+        if owned is not None:
+            block.role, block.what = owned.role, owned.what
+        elif block.born is not None:
+            block.role, block.what = _by_birth(block, block.born, pieces, packs, owners)
+
+
+def _owner(
+    block: Block, owners: Owners, before: Owners, buffers: dict[int, list[tuple[int, Owned]]]
+) -> Owned | None:
+    if block.born is None and block.address in before.tensors:
+        return before.tensors[block.address]
+    for time, owned in buffers.get(block.address, ()):
+        if (block.born or 0) <= time and (block.died is None or time <= block.died):
+            return owned
+    if block.died is None:
+        return owners.tensors.get(block.address)
+    return None
+
+
+def _by_birth(
+    block: Block, born: int, pieces: HostPieces, packs: dict[str, list[Range]], owners: Owners
+) -> tuple[str, str]:
+    """A block that no owner claims, by what the host was at when it took it."""
+    piece = pieces.at(born)
+    where = f"{piece.name} {piece.unit}".strip()
+    if isinstance(piece.mark, Range) and piece.mark.name in ("pack", "reduce", "add"):
+        return "slots", where
+    if isinstance(piece.mark, Range) and piece.mark.name == "copy-out":
+        return "full", where
+    if isinstance(piece.mark, Range | Call):
+        return "temporary", where
+    if piece.phase == "forward":
+        ends = pieces.at(block.died).phase if block.died is not None else "backward"
+        return ("activations" if ends != "forward" else "temporary"), where
+    if piece.phase == "backward":
+        pack = next((made for made in packs.get(piece.unit, ()) if made.start >= born), None)
+        sizes = owners.sizes.get(piece.unit)
+        lasts = pack is not None and (block.died is None or block.died >= pack.start)
+        if lasts and (sizes is None or block.nbytes in sizes):
+            return "gradients", where
+    return "temporary", where
+
+
+@dataclass
+class Curve:
+    """Bytes by role over a step of one rank, with what was largest at the peak."""
+
+    times: list[int]
+    roles: dict[str, list[int]]
+    largest: list[dict[str, Any]]
+    reserved: list[int] | None = None
+    active: list[int] | None = None
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(values) for values in zip(*self.roles.values(), strict=True)]
+
+
+def draw_curve(
+    blocks: list[Block],
+    start: int,
+    end: int,
+    others: list[tuple[int, int, int]] | None = None,
+    reserved_at_end: int = 0,
+) -> Curve:
+    """The bytes of every role from `start` to `end`."""
+    changes: list[tuple[int, str, int]] = []
+    for block in blocks:
+        changes.append((block.born if block.born is not None else -1, block.role, block.nbytes))
+        if block.died is not None:
+            changes.append((block.died, block.role, -block.nbytes))
+    held = dict.fromkeys(MEMORY_ROLES, 0)
+    for time, reserved, pending in others or ():
+        changes.append((time, "reserved", reserved))
+        changes.append((time, "pending", pending))
+    held["reserved"] = reserved_at_end - sum(reserved for _, reserved, _ in others or ())
+    held["pending"] = 0
+    changes.sort(key=lambda change: change[0])
+    points: list[tuple[int, dict[str, int]]] = []
+    for time, role, nbytes in changes:
+        if time >= end:
+            break
+        if time > start and not points:
+            points.append((start, dict(held)))
+        held[role] += nbytes
+        if time > start:
+            points.append((time, dict(held)))
+    if not points:
+        points.append((start, dict(held)))
+
+    def total(point: tuple[int, dict[str, int]]) -> int:
+        return sum(point[1][role] for role in MEMORY_ROLES)
+
+    peak = max(points, key=total)[0]
+    largest = _largest(blocks, peak)
+    size = -(-len(points) // POINTS)
+    thin = [points[0]] + [max(points[i : i + size], key=total) for i in range(1, len(points), size)]
+    curve = Curve(
+        [time for time, _ in thin],
+        {role: [at[role] for _, at in thin] for role in MEMORY_ROLES},
+        largest,
+    )
+    if others is not None:
+        curve.reserved = [at["reserved"] for _, at in thin]
+        curve.active = [total(point) + point[1]["pending"] for point in thin]
+    return curve
+
+
+def _largest(blocks: list[Block], moment: int) -> list[dict[str, Any]]:
+    there = [
+        block
+        for block in blocks
+        if (block.born is None or block.born <= moment)
+        and (block.died is None or block.died > moment)
+    ]
+    there.sort(key=lambda block: -block.nbytes)
+    return [{"bytes": b.nbytes, "role": b.role, "what": b.what} for b in there[:LARGEST]]

@@ -1,1 +1,0 @@
-"""The engine's storage: where every tensor of a unit lives, and how it is attached to modules."""
