@@ -238,8 +238,8 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.engine import torch_private as versions
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.measurement import engines
-from shardwise.measurement.models import Shape, make_model
+from shardwise.lab import engines
+from shardwise.emulation.models import Shape, make_model
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 tokens = torch.arange(6).view(1, 6)
