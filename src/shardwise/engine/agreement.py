@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.policy import Policy
 from shardwise.engine.unit import Unit
+from shardwise.schedule.policy import Policy
 
 _NOTHING = "nothing more"
 

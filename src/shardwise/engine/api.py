@@ -11,11 +11,10 @@ from shardwise.engine import guard
 from shardwise.engine.attach import attach, find_device
 from shardwise.engine.copying import copy_module, repeat_unit
 from shardwise.engine.engine import Engine
+from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Node
-from shardwise.engine.lanes import Lanes
 from shardwise.engine.local_step import watch_optimizers
 from shardwise.engine.mesh import Mesh, mesh_of
-from shardwise.engine.policy import Policy
 from shardwise.engine.unit import Unit
 from shardwise.planning.plan import DTYPES, Plan
 
@@ -50,7 +49,7 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
 
 def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
     """An engine over `units`, the hooks that call it, and what `copy.deepcopy` calls."""
-    engine = Engine(model, units, mesh, Policy.of(plan), Lanes(mesh.device))
+    engine = Engine(model, units, mesh, plan.policy, TensorExecutor(mesh.device))
     engine.plan = plan
     nodes = _hang(model, plan, engine)
     bind(model, engine)
@@ -158,4 +157,4 @@ def exposed_seconds(model: nn.Module) -> float | None:
     """Seconds this rank's host has waited for communication so far; None where streams wait instead
     (CUDA).
     """
-    return engine_of(model).lanes.waited
+    return engine_of(model).executor.waited

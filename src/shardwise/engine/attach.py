@@ -70,15 +70,12 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
 
 def options_of(plan: Plan, is_root: bool) -> Options:
     """What a Plan says of one unit."""
-    keep = plan.keep_after_forward
     return Options(
+        **vars(plan.unit_policy(is_root)),
         compute_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
         reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
         gather=plan.gather,
         plain=plan.strategy.state == "replicate",
-        # The root is needed again right away, so it is kept unless nothing is.
-        keep=keep is not False if is_root else keep or False,
-        stays_shown=is_root,
     )
 
 

@@ -99,6 +99,11 @@ class Gradients:
         self.locals = [part[: like.numel()].view(like.shape) for part, like in pairs]
 
     @property
+    def sums_as_reduced(self) -> bool:
+        """The sums have the reduce's dtype and device."""
+        return self.reduce_dtype == self._dtype and self.offload is None
+
+    @property
     def nbytes(self) -> int:
         """Of `sums`, whether they are there or not."""
         return self.shard_numel * self._dtype.itemsize

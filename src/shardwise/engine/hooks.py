@@ -12,7 +12,8 @@ from torch import nn
 
 from shardwise.engine import marks, torch_private, values
 from shardwise.engine.misuse import explain
-from shardwise.engine.unit import State, Unit
+from shardwise.engine.unit import Unit
+from shardwise.schedule.unit import State
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -101,12 +102,10 @@ class Node:
         begins = outermost and not torch_private.inside_backward()
         if begins:
             engine.begin_forward(self)
+        progress = engine.schedule.current.of
         for unit in self.units:
-            if (
-                unit.remaining == len(unit.modules)
-                or unit.state is not State.READY
-                or not unit.is_shown
-            ):
+            fresh = progress[unit].modules_left == unit.module_count
+            if fresh or unit.state is not State.READY or not unit.is_shown:
                 engine.before_forward(unit)
         return begins
 
@@ -116,26 +115,28 @@ class Node:
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> None:
         """When the gradient of an input is complete, this module's backward is over."""
-        units = [unit for unit in self.units if len(unit.modules) == 1]
+        units = [unit for unit in self.units if unit.module_count == 1]
         if not units:
             return
+        assert self.engine is not None
+        progress = self.engine.schedule.current.of
         for tensor in values.tensors((args, kwargs)):
             if tensor.requires_grad:
                 if tensor.grad_fn is None:
                     # A leaf may come again in every step and would gather hooks: free at the end.
                     for unit in units:
-                        unit.open_inputs += 1
+                        progress[unit].open_inputs += 1
                     return
                 watch = getattr(tensor, "_shardwise_watch", None)
                 if watch is None:
                     watch = self._watch()
                     tensor.register_hook(watch)
                 for unit in units:
-                    unit.open_inputs += 1
+                    progress[unit].open_inputs += 1
                     watch.consumers.append((weakref.ref(self), weakref.ref(unit)))
                 return  # the first input tells
         for unit in units:
-            unit.untracked += 1
+            progress[unit].untracked += 1
 
     def _watch(self) -> Watch:
         assert self.engine is not None
@@ -145,9 +146,10 @@ class Node:
     @torch_private.outside_transforms
     def input_done(self, unit: Unit) -> None:
         """The gradient of an input of `unit`'s module is complete."""
-        unit.open_inputs -= 1
-        if unit.open_inputs <= 0:
-            assert self.engine is not None
+        assert self.engine is not None
+        progress = self.engine.schedule.current.of[unit]
+        progress.open_inputs -= 1
+        if progress.open_inputs <= 0:
             self.engine.inputs_done(unit)
 
     @torch_private.never_compiled
@@ -186,12 +188,15 @@ class Node:
     def _let_units_go(self, output: Any, awaits_backward: bool) -> None:
         engine = self.engine
         assert engine is not None
+        recomputes = torch_private.inside_backward()
         for unit in self.units:
-            unit.remaining -= 1
-            if unit.remaining <= 0:
-                unit.remaining = len(unit.modules)
-                engine.after_forward(unit)
-        if engine.forward_root is self and not torch_private.inside_backward():
+            progress = engine.schedule.current.of[unit]
+            progress.modules_left -= 1
+            if progress.modules_left <= 0:
+                progress.modules_left = unit.module_count
+                if not recomputes:  # else the backward that asked for it still needs the unit
+                    engine.schedule.after_forward(unit)
+        if engine.forward_root is self and not recomputes:
             if not awaits_backward:
                 self._check_output(output)
             engine.end_forward(awaits_backward)
@@ -209,7 +214,9 @@ class Node:
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
         assert self.engine is not None
-        if not (torch.is_grad_enabled() and self.module.training and self.engine.reduce_order):
+        if not (
+            torch.is_grad_enabled() and self.module.training and self.engine.schedule.reduce_order
+        ):
             return
         opaque = next(values.opaque(output), None)
         if opaque is not None:
@@ -245,7 +252,7 @@ class Node:
         if marks.on is not None:
             marks.on.turn(self._unit_name, "backward")
         for unit in self.units:
-            engine.before_backward(unit)
+            engine.schedule.before_backward(unit)
 
 
 def node_of(module: nn.Module) -> Node | None:

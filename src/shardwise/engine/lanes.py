@@ -83,20 +83,6 @@ class Lane:
         self.waited += time.perf_counter() - began
 
 
-class Lanes:
-    """The lanes of one engine: gathers, scatters, sums over replicas."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.gather, self.scatter, self.replica = Lane(device), Lane(device), Lane(device)
-
-    @property
-    def waited(self) -> float | None:
-        """Host seconds blocked by communication; None where streams wait instead."""
-        if self.gather.ordered:
-            return None
-        return self.gather.waited + self.scatter.waited + self.replica.waited
-
-
 class _Aside:
     """A stream that runs between two moments of a lane."""
 

@@ -26,7 +26,7 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     engine.forget_interrupted()
     items = list(batches)
     total = len(items)
-    engine.agreement.check_counts(total, engine.forward_order.names)
+    engine.agreement.check_counts(total, engine.schedule.forward_order.names)
     engine.agreement.check_values(engine.units)
     if total == 0:
         engine.run_nothing()
@@ -34,7 +34,7 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     ran = 0
     try:
         for i, item in enumerate(items):
-            engine.micro = (i, total)
+            engine.schedule.micro = (i, total)
             before = engine.backwards
             yield item
             if engine.backwards == before:
@@ -44,7 +44,7 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 )
             ran += 1
     finally:
-        engine.micro = None
+        engine.schedule.micro = None
         if ran < total:
             engine.interrupt(
                 f"{ran} of {total} micro-batches ran; gradients are not reduced, and were dropped. "

@@ -1,43 +1,30 @@
-"""The unit: parameters that are gathered and reduced together, and the states they pass through.
-
-        gather            wait              free
-    FREE ----> GATHERING ----> READY ------------> FREE
-
-`show` puts the full parameters into their modules' places, `hide` puts the visible ones back. Both
-only swap references; `hide` never frees, `free` always hides.
-"""
+"""The unit: parameters that are gathered and reduced together, on this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.engine import marks
 from shardwise.engine.bits import fingerprint
 from shardwise.engine.collectives import DONE, Handle
+from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.kept import Kept
-from shardwise.engine.lanes import Lane
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.route import Route, Way, nothing_to_unpack
+from shardwise.engine.route import Route, Unpack, Way, nothing_to_unpack
 from shardwise.engine.storage import Member, Offload, Parameters
-
-
-class State(Enum):
-    FREE = "free"
-    GATHERING = "gathering"
-    READY = "ready"
+from shardwise.schedule.policy import UnitPolicy
+from shardwise.schedule.unit import ScheduledUnit, State
 
 
 @dataclass
-class Options:
-    """What one unit does; from the Plan, or from one call of the compat surface, whose setters may
+class Options(UnitPolicy):
+    """What one unit does; from the Plan, or from one call of `fully_shard`, whose setters may
     change it between passes.
     """
 
@@ -47,17 +34,9 @@ class Options:
     precision: Any = None  # handed to parameters that bring their own all-gather
     plain: bool = False  # users see plain tensors (ddp)
     offload: Offload | None = None
-    keep: bool | int = False  # full parameters from forward to backward: all, none, or 1/k
-    stays_shown: bool = False  # kept parameters also stay in their modules' places
-    keep_after_backward: bool = False
-    gathers_in_backward: bool = True
     zeroes_unused: bool = False  # parameters that no rank used get zeros, not None
-    scatters: bool = True  # reduce-scatter at the next backward, else only add up here
-    all_reduces: bool = True  # and all-reduce over the replicas
     divide_before: float = 1.0  # gradients, before and after they are summed
     divide_after: float = 1.0
-    gather_ahead: list[Unit] | None = None  # instead of the recorded order, in forward
-    gather_ahead_backward: list[Unit] | None = None
     custom_gather: Any = None  # objects with `allocate` and a call, as torch's AllGather
     custom_scatter: Any = None
     after_reduce: Callable[[torch.Tensor], None] | None = None
@@ -81,8 +60,11 @@ def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
     options.divide_before, options.divide_after = before, factor / before
 
 
-class Unit:
-    """One unit on this rank."""
+class Unit(ScheduledUnit):
+    """One unit on this rank: its tensors, and where they hang."""
+
+    executor: TensorExecutor
+    options: Options
 
     def __init__(
         self,
@@ -93,36 +75,34 @@ class Unit:
         options: Options,
         is_root: bool = False,
     ) -> None:
-        self.name, self.modules, self.is_root = name, list(modules), is_root
-        self.mesh, self.options = mesh, options
+        super().__init__(
+            name,
+            options,
+            is_root=is_root,
+            module_count=len(modules),
+            shard=mesh.shard.size,
+            replicate=mesh.replicate.size,
+        )
+        self.modules, self.mesh = list(modules), mesh
         self.parameters = (
             ExtendedParameters(members[0], mesh, options.precision)
             if len(members) == 1 and is_extended(members[0].original)
             else Parameters(members, mesh, options.plain, options.offload)
         )
         self.register()
-        self.state = State.FREE
         self.prepared = False
-        self.is_shown = False
-        # Whether full is older than master: true from an optimizer step to the next gather.
-        self.stale = False
-        self.remaining = len(self.modules)  # modules of the unit still to run in this forward
-        # The reduce's state over the micro-batches of a step.
-        self.opened = False  # a reduce of this step has looked at the gradient buffer
-        self.overwrite = False  # what the buffer holds is worth nothing: the next sum overwrites it
-        self.accumulator: torch.Tensor | None = None  # local gradients not yet scattered
-        self.partial: torch.Tensor | None = None  # scattered sums not yet all-reduced
-        # Backward's state: gradients still to come, inputs whose gradient is still to come, reduced
-        # already, summed over all ranks already.
-        self.left = 0
-        self.open_inputs = 0
-        self.untracked = 0  # calls whose inputs carry no gradient, so that nothing tells their end
-        self.issued = False
-        self.complete = False
         self.gradients: Gradients | None = None
-        self.attached_version = -1  # of the masters, when gradients were last hung on
+        self.gathered_version = -1  # of the masters, when they were last gathered
+        self.attached_version = -1  # and when gradients were last hung on
+        self.arriving: tuple[Handle, Unpack] = DONE, nothing_to_unpack  # the gather under way
         self._noted: torch.Tensor | None = None
         self.trainable: tuple[bool, ...] = ()
+
+    @property
+    def sums_take_reduces(self) -> bool:
+        gradients = self.gradients
+        assert gradients is not None
+        return gradients.sums_as_reduced and self.options.custom_scatter is None
 
     def register(self) -> None:
         """Hang the visible parameters in their modules."""
@@ -130,15 +110,13 @@ class Unit:
             for module, key in member.places:
                 module._parameters[key] = visible
 
-    def prepare(self, lane: Lane) -> None:
+    def prepare(self, executor: TensorExecutor) -> None:
         """Make all that only a running unit needs: full parameters, routes, gradients."""
         p, options = self.parameters, self.options
         p.prepare(options.dtypes(p.dtype)[0])
-        self.lane = lane
-        self._arrived = lane.make_event()  # a gather's end, recorded anew each time
-        self.packed = lane.make_event()
-        self._handle: Handle = DONE
-        self._unpack = nothing_to_unpack
+        self.executor = executor
+        self.arrived = executor.make_event()  # a gather's end, recorded anew each time
+        self.packed = executor.make_event()
         self._home: Way | None = None
         self.kept_buffer: Kept | None = None
         if not p.aliased:
@@ -147,16 +125,17 @@ class Unit:
                 mesh = self.mesh.keep_mesh if options.stays_shown else None
                 self.kept_buffer = Kept(p, self.mesh.keep, mesh, options.gather)
             p.buffer.release()  # every view is made; the bytes come with the first gather
-        self._route = self._home
+        self.keeps_piece = self.kept_buffer is not None
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
-        self._places = [
+        self.places = [
             (module._parameters, key, shown, visible)
             for member, shown, visible in zip(p.members, p.shown, p.visible, strict=True)
             for module, key in member.places
         ]
         # With n = 1 and no cast the full parameters are the master: always there, nothing to move.
+        self.aliased = p.aliased
         self.state = State.READY if p.aliased else State.FREE
-        self.stale = False
+        self.stale = self.piece = False
         self.gathered_version = -1
         self.trainable = ()
         self.prepared = True
@@ -168,7 +147,6 @@ class Unit:
             self.free()
             options = self.options
             self._home = self.parameters.make_route(options.gather, options.custom_gather)
-            self._route = self._home
 
     def follow(self) -> bool:
         """Take over parameters that were cast, moved or replaced since; true if they were, and the
@@ -198,6 +176,7 @@ class Unit:
         trained = [i for i, trains in enumerate(trainable) if trains]
         reduce_dtype = self.options.dtypes(p.dtype)[1]
         self.gradients = Gradients(p, trained, reduce_dtype) if trained else None
+        self.gradient_count, self.trains_all = len(trained), all(trainable)
         return True
 
     @property
@@ -235,69 +214,25 @@ class Unit:
             self._home.take_back()
 
     @property
-    def adds_up(self) -> bool:
-        """Gradients of this step wait for those of a later pass."""
-        return self.accumulator is not None or self.partial is not None
-
-    @property
-    def frees_early(self) -> bool:
-        """Complete gradients prove that backward needs the unit no more. Not so for the root, whose
-        modules are everywhere, nor for several modules of which some weights are frozen.
-        """
-        return not self.is_root and (len(self.modules) == 1 or all(self.trainable))
-
-    @property
-    def has_gradients(self) -> bool:
-        """Some of the gradients that this backward owes have arrived and are not reduced."""
-        return self.gradients is not None and self.left != len(self.gradients.shown)
-
-    def expect_gradients(self) -> None:
-        """From now on every trainable parameter owes a gradient."""
-        self.left = len(self.gradients.shown) if self.gradients is not None else 0
+    def way(self) -> Way:
+        """How the next gather goes: from the shards, or from pieces that a smaller group keeps."""
+        way = self.kept_buffer.route if self.piece and self.kept_buffer is not None else self._home
+        assert way is not None
+        return way
 
     def gather(self) -> None:
-        """Start bringing the full parameters together, unless they are there or on their way."""
-        p = self.parameters
-        if p.echoes:
-            p.copy_echoes()
-        if self.state is not State.FREE:
-            if not self.stale:
-                return
-            self.wait()
-        self.stale = False
-        if p.aliased:
-            return
-        self.gathered_version = p.version
-        route = self._route
-        assert route is not None
-        # On a host the copy-out runs in `wait`: until then the staging alone is enough.
-        if self.lane.ordered or not route.stages:
-            p.buffer.allocate()
-        with marks.range("gather", self.name), self.lane.behind_compute():
-            handle, unpack = route.start()
-            if self.lane.ordered:
-                handle.wait()
-                unpack()
-                handle, unpack = self.lane.mark(self._arrived), nothing_to_unpack
-        self._handle, self._unpack = handle, unpack
-        self.state = State.GATHERING
+        if self.parameters.echoes:
+            self.parameters.copy_echoes()
+        super().gather()
 
-    def wait(self) -> None:
-        """Let compute wait for the gather under way, if any."""
-        if self.state is not State.GATHERING:
-            return
-        self.lane.join(self._handle)
-        with marks.range("copy-out", self.name):
-            self.parameters.buffer.allocate()
-            self._unpack()
-        self._handle, self._unpack = DONE, nothing_to_unpack
-        if isinstance(self.parameters, ExtendedParameters):
-            self._take_over(self.parameters.take_placeholder())
-        if self._route is not self._home:
-            self.forget_kept()
-        self.state = State.READY
+    def shrink(self) -> None:
+        super().shrink()
+        if self.piece and self.kept_buffer is not None:
+            for places, key, parameter in self.kept_buffer.places:
+                places[key] = parameter
+            self.is_shown = bool(self.kept_buffer.places)
 
-    def _take_over(self, placeholder: nn.Parameter | None) -> None:
+    def take_over(self, placeholder: nn.Parameter | None) -> None:
         """What stood in for an extended parameter's whole, which its first gather made, gives it
         its hooks and its places.
         """
@@ -307,46 +242,6 @@ class Unit:
         shown.__dict__.update(placeholder.__dict__)
         for hook in (placeholder._post_accumulate_grad_hooks or {}).values():
             shown.register_post_accumulate_grad_hook(hook)
-        self._places = [(places, key, shown, visible) for places, key, _, visible in self._places]
+        self.places = [(places, key, shown, visible) for places, key, _, visible in self.places]
         if self.gradients is not None:
             self.gradients.shown = [shown]
-
-    def show(self) -> None:
-        if not self.is_shown or self.kept_buffer is not None:
-            for places, key, shown, _ in self._places:
-                places[key] = shown
-            self.is_shown = True
-
-    def hide(self) -> None:
-        if self.is_shown:
-            for places, key, _, visible in self._places:
-                places[key] = visible
-            self.is_shown = False
-
-    def free(self) -> None:
-        """Give the full parameters' memory back."""
-        self.hide()
-        if self.state is State.FREE or self.parameters.aliased:
-            return
-        self.wait()
-        self.parameters.buffer.release()
-        self.state = State.FREE
-
-    def shrink(self) -> None:
-        """Free all but this rank's piece in the smaller group of keep_after_forward = k."""
-        kept = self.kept_buffer
-        if self.state is not State.READY or kept is None:
-            self.free()
-            return
-        kept.fill()
-        self._route = kept.route
-        self.free()
-        for places, key, parameter in kept.places:
-            places[key] = parameter
-        self.is_shown = bool(kept.places)
-
-    def forget_kept(self) -> None:
-        """What a smaller group kept is worth nothing: it is gathered, or of another step."""
-        if self.kept_buffer is not None:
-            self.kept_buffer.release()
-            self._route = self._home

@@ -38,9 +38,7 @@ class TorchState(torch_private.FSDPState):
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce what backwards without sync have added up."""
-        engine = self.get_engine()
-        engine.ready = list(engine.reduce_order)
-        engine.end_backward()
+        self.get_engine().reduce_accumulated()
 
     def _reset_iter_state(self) -> None:
         if self._is_root is False:

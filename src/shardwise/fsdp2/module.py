@@ -97,7 +97,7 @@ class FSDPModule(TorchFSDPModule):
         state = _state(self)
         state.is_last_backward = is_last_backward
         if state.engine is not None:
-            state.engine.last_backward = is_last_backward
+            state.engine.schedule.last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -151,7 +151,7 @@ class FSDPModule(TorchFSDPModule):
         """Let the next forward's gathers also wait for `event`. They follow the current stream in
         any case: full parameters take memory in its order.
         """
-        stream = _state(self).get_lanes().gather.stream
+        stream = _state(self).get_executor().gathers.stream
         if stream is not None:
             stream.wait_event(event)
 
@@ -208,7 +208,7 @@ class FSDPModule(TorchFSDPModule):
             if state.engine is not None:
                 root = cast(nn.Module, state.engine.structure.model())
                 depths = [other.reduce_depth for _, other in states_in(root)]
-                state.engine.reducer.depth = max(depths)
+                state.engine.schedule.reduces.depth = max(depths)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

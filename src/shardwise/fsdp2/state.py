@@ -14,15 +14,15 @@ from shardwise.engine import guard
 from shardwise.engine.api import bind, unbind
 from shardwise.engine.attach import owners_of
 from shardwise.engine.engine import Engine
+from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, is_extended
 from shardwise.engine.hooks import Node
-from shardwise.engine.lanes import Lanes
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.policy import Policy
 from shardwise.engine.storage import Member
 from shardwise.engine.unit import Unit
 from shardwise.fsdp2 import contract
 from shardwise.fsdp2.policies import MixedPrecisionPolicy
+from shardwise.schedule.policy import Policy
 
 _ATTRIBUTE = "_shardwise_state"
 
@@ -43,7 +43,7 @@ class State(contract.TorchState):
         self.structures = [guard.Structure(module) for module in modules]
         self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
         self.homes: list[Any] = []  # where this call's parameters went (ties.Home)
-        self.lanes: Lanes | None = None
+        self.executor: TensorExecutor | None = None
         self.engine: Engine | None = None
         self.reduce_depth = 1
         self.is_last_backward = True
@@ -60,7 +60,7 @@ class State(contract.TorchState):
             unit.follow()
             if not unit.prepared:
                 guard.check_memory([unit])
-                unit.prepare(self.get_lanes().gather)
+                unit.prepare(self.get_executor())
 
     def _set_extended_apart(self) -> None:
         """A parameter whose local tensor was given its own all-gather since travels alone. What
@@ -82,21 +82,21 @@ class State(contract.TorchState):
                 for members in groups.values()
             ]
 
-    def get_lanes(self) -> Lanes:
+    def get_executor(self) -> TensorExecutor:
         if self.engine is not None:
-            return self.engine.lanes
-        if self.lanes is None:
-            self.lanes = Lanes(self.mesh.device)
-        return self.lanes
+            return self.engine.executor
+        if self.executor is None:
+            self.executor = TensorExecutor(self.mesh.device)
+        return self.executor
 
-    def share(self, lanes: Lanes) -> None:
+    def share(self, executor: TensorExecutor) -> None:
         """Move on other lanes from now on."""
-        self.lanes = lanes
+        self.executor = executor
         if self.engine is not None:
-            self.engine.share(lanes)
+            self.engine.share(executor)
         for unit in self.units:
             if unit.prepared:
-                unit.lane = lanes.gather
+                unit.executor = executor
 
     def attach(self, hang: bool = True) -> None:
         """Let the modules know; put the hooks on them again."""
@@ -178,12 +178,13 @@ class State(contract.TorchState):
         for unit in units:
             unit.is_root = unit in self.units
             unit.follow()
-        lanes = next((s.lanes for s in states if s.lanes is not None), None)
+        executor = next((s.executor for s in states if s.executor is not None), None)
         policy = Policy(reduce_depth=max(state.reduce_depth for state in states))
         mesh = units[0].mesh if units else self.mesh
         guard.check_memory(units)
-        engine = Engine(root, units, mesh, policy, lanes or Lanes(self.mesh.device))
-        engine.last_backward = self.is_last_backward
+        executor = executor or TensorExecutor(self.mesh.device)
+        engine = Engine(root, units, mesh, policy, executor)
+        engine.schedule.last_backward = self.is_last_backward
         for state in states:
             state.engine = engine
             for node in state.nodes:

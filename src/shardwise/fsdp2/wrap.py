@@ -332,4 +332,4 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
         states.append(state)
     for state in states[1:]:
-        state.share(states[0].get_lanes())
+        state.share(states[0].get_executor())

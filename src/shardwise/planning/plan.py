@@ -27,6 +27,7 @@ from shardwise.planning.units import (
     cut_buckets,
     cut_units,
 )
+from shardwise.schedule.policy import Policy, UnitPolicy
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
@@ -235,6 +236,34 @@ class Plan:
     def strategy(self) -> Strategy:
         """The row of the strategy table that this Plan follows inside a shard group."""
         return STRATEGIES[self.inner if self.name == "hsdp" else self.name]
+
+    @property
+    def policy(self) -> Policy:
+        """What the schedule is told of all units."""
+        parameters = self.strategy.parameters
+        naive = self.name == "ddp" and self.reduce == "naive"
+        return Policy(
+            forward_prefetch=self.forward_prefetch,
+            backward_prefetch=self.backward_prefetch,
+            reduce_depth=0 if naive else self.reduce_depth,
+            sync=self.sync,
+            frees_in_pass=parameters == "shard",
+            frees_after_step=parameters != "replicate",
+            during_backward=self.name != "ddp" or REDUCES[self.reduce].during_backward,
+            replicates_gradients=not naive and self.strategy.gradients == "replicate",
+            refreshes=True,
+            needs_equal_use=self.unused == "error",
+            needs_equal_values=True,
+            may_grow=False,
+        )
+
+    def unit_policy(self, is_root: bool) -> UnitPolicy:
+        """What the schedule is told of one unit. The root is needed again right after forward, so
+        it is kept unless nothing is.
+        """
+        keep = self.keep_after_forward
+        keeps = keep is not False if is_root else keep or False
+        return UnitPolicy(keep=keeps, stays_shown=is_root)
 
     @property
     def title(self) -> str:

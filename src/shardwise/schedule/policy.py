@@ -1,21 +1,20 @@
-"""What an engine does with all of its units: a Plan's settings that no single unit has."""
+"""What a schedule is told: of all units (`Policy`), of one unit (`UnitPolicy`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from shardwise.engine.lanes import Lane
-from shardwise.planning.plan import Plan
-from shardwise.planning.strategies import REDUCES
+UNBOUNDED = 2**31
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How passes run. The defaults are those of the compat surface."""
+    """How passes run. The defaults are those of torch's `fully_shard`."""
 
     forward_prefetch: int = 1
     backward_prefetch: int = 1
-    reduce_depth: int = 1
+    reduce_depth: int = 1  # 0: one reduce, its wait, the next one
     # When to sum over the micro-batches of a step: a Plan's word; None: every unit's own flags say.
     sync: str | None = None
     frees_in_pass: bool = True  # full parameters go within a pass; False: not before its end
@@ -30,33 +29,28 @@ class Policy:
     needs_equal_values: bool = False
     may_grow: bool = True  # modules may be added after sharding, and are not the engine's
 
-    @classmethod
-    def of(cls, plan: Plan) -> Policy:
-        parameters = plan.strategy.parameters
-        naive = plan.name == "ddp" and plan.reduce == "naive"
-        return cls(
-            forward_prefetch=plan.forward_prefetch,
-            backward_prefetch=plan.backward_prefetch,
-            reduce_depth=0 if naive else plan.reduce_depth,  # one call, its wait, the next call
-            sync=plan.sync,
-            frees_in_pass=parameters == "shard",
-            frees_after_step=parameters != "replicate",
-            during_backward=plan.name != "ddp" or REDUCES[plan.reduce].during_backward,
-            replicates_gradients=not naive and plan.strategy.gradients == "replicate",
-            refreshes=True,
-            needs_equal_use=plan.unused == "error",
-            needs_equal_values=True,
-            may_grow=False,
-        )
-
-    def depth(self, lane: Lane) -> int:
-        """How many reduces may be under way on `lane`."""
+    def depth(self, ordered: bool) -> int:
+        """How many reduces may be under way, on lanes that are ordered or not."""
         if not self.replicates_gradients:
             return self.reduce_depth
         # On a host every unit has a slot of its own; streams wait for a pack only, so their
         # gradients need not stay.
-        return max(self.reduce_depth, 2) if lane.ordered else 2**31
+        return max(self.reduce_depth, 2) if ordered else UNBOUNDED
 
     def syncs(self, last: bool) -> tuple[bool, bool]:
         """Whether a micro-batch scatters, and whether it all-reduces over the replicas."""
         return last or self.sync != "last", last or self.sync == "each"
+
+
+@dataclass
+class UnitPolicy:
+    """What one unit does when; torch's setters may change it between passes."""
+
+    keep: bool | int = False  # full parameters from forward to backward: all, none, or 1/k
+    stays_shown: bool = False  # kept parameters also stay in their modules' places
+    keep_after_backward: bool = False
+    gathers_in_backward: bool = True
+    scatters: bool = True  # reduce-scatter at the next backward, else only add up here
+    all_reduces: bool = True  # and all-reduce over the replicas
+    gather_ahead: list[Any] | None = None  # units, instead of the recorded order, in forward
+    gather_ahead_backward: list[Any] | None = None

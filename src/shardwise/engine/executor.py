@@ -1,0 +1,234 @@
+"""The schedule's verbs on tensors: gathers, frees and reduces, on lanes beside compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.engine import marks
+from shardwise.engine.collectives import DONE, Handle, allocate
+from shardwise.engine.extended import ExtendedParameters
+from shardwise.engine.lanes import Lane
+from shardwise.engine.route import nothing_to_unpack
+from shardwise.schedule.executor import Held, Reduction
+
+if TYPE_CHECKING:
+    from shardwise.engine.storage import Buffer
+    from shardwise.engine.unit import Unit
+
+
+@dataclass(eq=False)
+class TensorHeld(Held):
+    """A tensor; `buffer` is its memory, where that is taken again and again."""
+
+    content: torch.Tensor | None
+    buffer: Buffer | None = None
+
+
+@dataclass(eq=False)
+class TensorReduction(Reduction):
+    unit: Unit
+    gradients: list[torch.Tensor]
+    lane: Lane = None  # type: ignore[assignment]  # where its last verb was queued
+
+
+class TensorExecutor:
+    """Moves one engine's tensors, on three lanes: gathers, scatters, sums over replicas."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gathers, self.scatters, self.replicas = Lane(device), Lane(device), Lane(device)
+        self.ordered = self.gathers.ordered
+        self._crossed = False  # the replicas' lane was used in this backward
+        self._offloads = False  # sums went to the host in this backward
+
+    @property
+    def waited(self) -> float | None:
+        """Host seconds blocked by communication; None where streams wait instead."""
+        if self.ordered:
+            return None
+        return self.gathers.waited + self.scatters.waited + self.replicas.waited
+
+    def make_event(self) -> torch.cuda.Event | None:
+        """An event to mark moments with again and again; making one is dearer than recording it."""
+        return torch.cuda.Event() if self.ordered else None
+
+    # A unit
+
+    def gather(self, unit: Unit) -> None:
+        p, lane, way = unit.parameters, self.gathers, unit.way
+        unit.gathered_version = p.version
+        # On a host the copy-out runs in `wait`: until then the staging alone is enough.
+        if self.ordered or not way.stages:
+            p.buffer.allocate()
+        with marks.range("gather", unit.name), lane.behind_compute():
+            handle, unpack = way.start()
+            if self.ordered:
+                handle.wait()
+                unpack()
+                handle, unpack = lane.mark(unit.arrived), nothing_to_unpack
+        unit.arriving = handle, unpack
+
+    def wait(self, unit: Unit) -> None:
+        p, (handle, unpack) = unit.parameters, unit.arriving
+        self.gathers.join(handle)
+        with marks.range("copy-out", unit.name):
+            p.buffer.allocate()
+            unpack()
+        unit.arriving = DONE, nothing_to_unpack
+        if isinstance(p, ExtendedParameters):
+            unit.take_over(p.take_placeholder())
+
+    def show(self, unit: Unit) -> None:
+        for places, key, shown, _ in unit.places:
+            places[key] = shown
+
+    def hide(self, unit: Unit) -> None:
+        for places, key, _, visible in unit.places:
+            places[key] = visible
+
+    def free(self, unit: Unit) -> None:
+        unit.parameters.buffer.release()
+
+    def shrink(self, unit: Unit) -> None:
+        assert unit.kept_buffer is not None
+        unit.kept_buffer.fill()
+
+    def forget_piece(self, unit: Unit) -> None:
+        assert unit.kept_buffer is not None
+        unit.kept_buffer.release()
+
+    # A reduce
+
+    def open(self, unit: Unit) -> bool:
+        assert unit.gradients is not None
+        return unit.gradients.open()
+
+    def pack(self, unit: Unit, into_sums: bool, passes: bool) -> TensorReduction:
+        gradients, custom, lane = unit.gradients, unit.options.custom_scatter, self.scatters
+        assert gradients is not None
+        found, buffer = gradients.take(), None
+        # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
+        # and compute waits for neither.
+        with marks.range("pack", unit.name), lane.behind_compute():
+            if passes and custom is None and gradients.slot is not None:
+                slot, buffer = gradients.slot.pack(found), gradients.slot.buffer
+            else:
+                into = gradients.sums if into_sums else None
+                if custom is not None:
+                    numel = gradients.shard_numel * unit.shard_ranks
+                    into = allocate(custom, numel, gradients.reduce_dtype, unit.mesh.device)
+                slot = gradients.pack(found, into)
+        reduction = TensorReduction(unit, found, TensorHeld(slot, into_sums, buffer), lane=lane)
+        reduction.freed = lane.mark(unit.packed)
+        return reduction
+
+    def zeros(self, unit: Unit) -> TensorReduction:
+        gradients, lane = unit.gradients, self.scatters
+        assert gradients is not None and gradients.sums is not None
+        with lane.behind_compute():
+            zeros = torch.zeros_like(
+                gradients.sums, dtype=gradients.reduce_dtype, device=unit.mesh.device
+            )
+        reduction = TensorReduction(unit, [], TensorHeld(zeros), lane=lane)
+        reduction.freed = lane.mark(unit.packed)
+        return reduction
+
+    def scatter(self, reduction: TensorReduction, into_sums: bool) -> None:
+        unit, lane, slot = reduction.unit, self.scatters, _tensor(reduction.held)
+        gradients, options = unit.gradients, unit.options
+        assert gradients is not None
+        if options.divide_before != 1.0:
+            with lane.enter():
+                slot.div_(options.divide_before)
+        if unit.shard_ranks == 1:
+            return
+        custom, group = options.custom_scatter, unit.mesh.scatter
+        with marks.range("reduce", unit.name), lane.enter():
+            rows = gradients.sums
+            if not into_sums or rows is None:
+                numel, dtype = gradients.shard_numel, gradients.reduce_dtype
+                rows = allocate(custom, numel, dtype, unit.mesh.device)
+            handle = group.reduce_scatter(rows, slot, custom)
+        reduction.held = TensorHeld(rows, into_sums)
+        self._issued(reduction, lane, handle)
+
+    def all_reduce(self, reduction: TensorReduction) -> None:
+        unit, lane = reduction.unit, self.replicas
+        self._crossed = True
+        lane.follow(self.scatters)
+        with marks.range("reduce", unit.name), lane.behind_compute():
+            handle = unit.mesh.replicate.all_reduce(_tensor(reduction.held))
+        self._issued(reduction, lane, handle)
+
+    def _issued(self, reduction: TensorReduction, lane: Lane, handle: Handle) -> None:
+        """The lane waits for a collective at once; a host when it has to."""
+        reduction.lane = lane
+        if handle is DONE:
+            return
+        if self.ordered:
+            with lane.enter():
+                handle.wait()
+        else:
+            reduction.pending = handle
+
+    def add(self, reduction: TensorReduction, to: Held) -> None:
+        lane = self.scatters
+        # Whole, it may be compute's own memory.
+        with lane.behind_compute() if reduction.unit.shard_ranks == 1 else lane.enter():
+            to.content.add_(_tensor(reduction.held))
+
+    def add_to_sums(self, reduction: TensorReduction, overwrites: bool) -> None:
+        unit, lane, options = reduction.unit, reduction.lane, reduction.unit.options
+        gradients, summed = unit.gradients, _tensor(reduction.held)
+        assert gradients is not None and gradients.sums is not None
+        rows, sums = summed[: gradients.layout.shard_numel], gradients.sums
+        if options.after_reduce is not None:
+            with lane.enter(), lane.aside(options.after_reduce_stream):
+                options.after_reduce(rows)
+        if options.divide_after != 1.0:
+            with lane.enter():
+                rows.div_(options.divide_after)
+        if reduction.held.in_sums:
+            return
+        with marks.range("add", unit.name), lane.behind_compute():
+            if gradients.offload is not None:
+                self._offloads = True
+                summed = summed.to(sums.device) if not overwrites else summed
+            if overwrites:
+                sums.copy_(summed, non_blocking=True)
+            else:
+                sums.add_(summed)
+
+    def drop(self, held: Any) -> None:
+        if held.buffer is not None:
+            held.buffer.release()
+        held.content = None
+
+    def join(self, reduction: TensorReduction) -> None:
+        reduction.lane.join(reduction.pending)
+        reduction.pending = None
+
+    def hold(self, reduction: TensorReduction) -> None:
+        reduction.freed = reduction.lane.mark()
+
+    def retire(self, reduction: TensorReduction) -> None:
+        if self.ordered:
+            reduction.lane.join(reduction.freed)
+        reduction.gradients.clear()
+
+    def finish(self) -> None:
+        self.scatters.join(self.scatters.mark())
+        if self._crossed:
+            self.replicas.join(self.replicas.mark())
+        if self._offloads:
+            for lane in (self.scatters, self.replicas):
+                lane.block_host()
+        self._crossed = self._offloads = False
+
+
+def _tensor(held: Held) -> torch.Tensor:
+    content = held.content
+    assert isinstance(content, torch.Tensor)
+    return content
