@@ -22,9 +22,8 @@ from shardwise.description.workload import Workload
 from shardwise.engine.api import engine_of
 from shardwise.planning.memory import count_kept, count_sent
 from shardwise.predict.cost import Costs
-from shardwise.predict.engine_step import EngineSchedule
 from shardwise.predict.program import works_of
-from shardwise.predict.step import StepOptions
+from shardwise.predict.step import EngineStep, StepOptions
 from tests.parity.models import build, loss_sum, token_batch
 from tests.parity.oracle import MAX_NORM, OPTIMIZERS, STEPS, difference, indices, train_alone
 from tests.parity.test_parity import BOUND, STRATEGIES, SYNCS
@@ -215,7 +214,7 @@ def _foretold(name: str, settings: dict[str, Any]) -> None:
     workload = Workload(5, 1, micro_batches)
     works = works_of(resolved, described, workload)
     costs = Costs(load_cluster("cpu-gloo"), streams=False)
-    found = EngineSchedule(resolved, works, costs, workload, StepOptions(optimizer=False))
+    found = EngineStep(resolved, works, costs, workload, StepOptions(optimizer=False))
     program = found.build((1,) * micro_batches)
     foretold = Counter((op.name, op.group) for op in program.ops if op.group)
     assert foretold == Counter((call.name, call.axis) for call in log.calls), (name, settings)

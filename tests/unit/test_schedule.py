@@ -11,10 +11,9 @@ from shardwise.description.workload import Workload
 from shardwise.lab.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
-from shardwise.predict.engine_step import EngineSchedule
 from shardwise.predict.program import Program, lay_work, rounded, scaled, works_of
 from shardwise.predict.simulate import simulate
-from shardwise.predict.step import StepOptions
+from shardwise.predict.step import EngineStep, StepOptions
 from tests.unit.test_simulate import CLUSTER, model, resolved
 
 
@@ -24,7 +23,7 @@ def program(plan: Plan, micro_batches: int = 1, streams: bool = True) -> Program
     workload = Workload(8, 1, micro_batches)
     works = works_of(plan, description, workload)
     costs = Costs(CLUSTER, streams=streams)
-    schedule = EngineSchedule(plan, works, costs, workload, StepOptions(optimizer=False))
+    schedule = EngineStep(plan, works, costs, workload, StepOptions(optimizer=False))
     return schedule.build((1,) * micro_batches)
 
 
@@ -124,7 +123,6 @@ def test_buckets_may_cut_otherwise_than_the_description() -> None:
     merged = resolved(Plan.of("zero2", 2, bucket_bytes=16_000_000), description)
     work = lay_work(merged, description)
     assert work.uses == ((0,), (0,), (1,), (1,))
-    assert work.first_use == {0: 0, 1: 2}
     half = scaled(description, 0.5)
     assert half.forward_flops == pytest.approx(description.forward_flops / 2)
     assert half.saved_bytes == description.saved_bytes // 2
@@ -139,7 +137,7 @@ def test_measured_passes_are_taken_for_every_segment(loss_inside: bool) -> None:
     parts = [p for _, s in description.segments for p in (s.forward, s.backward)]
     costs.set_passes((part, 0.125) for part in parts)
     options = StepOptions(optimizer=False, loss_inside=loss_inside)
-    ops = EngineSchedule(plan, works, costs, Workload(8), options).build((1,)).ops
+    ops = EngineStep(plan, works, costs, Workload(8), options).build((1,)).ops
     assert [op.seconds for op in ops if op.role == "compute"] == [0.125] * 8
 
 
@@ -148,7 +146,7 @@ def test_an_emulated_collective_copies_and_then_waits() -> None:
     plan = resolved(Plan.of("zero3", 2), description)
     works = works_of(plan, description, Workload(8))
     costs = Costs(CLUSTER, emulated=True, copy_rates={"all_gather copy": 8e9})
-    ops = EngineSchedule(plan, works, costs, Workload(8)).build((1,)).ops
+    ops = EngineStep(plan, works, costs, Workload(8)).build((1,)).ops
     at = next(i for i, op in enumerate(ops) if op.name == "all_gather copy")
     copy, wait = ops[at], ops[at + 1]
     assert copy.share == 1.0 and copy.stream == wait.stream == "shard"

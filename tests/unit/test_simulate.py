@@ -35,7 +35,7 @@ from shardwise.predict.events import Rank, run
 from shardwise.predict.models import checkpointed, cut_described
 from shardwise.predict.program import Op, Program
 from shardwise.predict.simulate import fold, mesh_axes, simulate
-from shardwise.predict.step import StepOptions
+from shardwise.predict.step import EngineStep, StepOptions
 from shardwise.timeline import COMPUTE, Timeline
 from tests.parity.models import build
 
@@ -245,13 +245,12 @@ def test_accumulation_and_checkpointing_move_memory() -> None:
 
 
 def test_the_order_alone_gives_the_peak() -> None:
-    from shardwise.predict.engine_step import EngineSchedule
     from shardwise.predict.program import works_of
 
     description = model()
     plan = resolved(Plan.of("zero3", 4), description)
     works = works_of(plan, description, Workload(8))
-    program = EngineSchedule(plan, works, Costs.of(CLUSTER), Workload(8)).build((1,))
+    program = EngineStep(plan, works, Costs.of(CLUSTER), Workload(8)).build((1,))
     assert program.peak() == simulate(plan, description, CLUSTER, Workload(8)).peak().total
 
 

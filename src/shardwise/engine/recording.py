@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.planning.memory import sent_bytes
+
 
 @dataclass(frozen=True)
 class Call:
@@ -25,8 +27,7 @@ class Call:
     @property
     def sent(self) -> float:
         """Bytes this rank sends: S(n-1)/n, twice that for an all-reduce."""
-        factor = 2 if self.name == "all_reduce" else 1
-        return factor * self.nbytes * (self.ranks - 1) / self.ranks
+        return sent_bytes(self.name, self.nbytes, self.ranks)
 
 
 @dataclass(eq=False)  # two that counted the same are still two

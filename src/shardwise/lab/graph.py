@@ -119,7 +119,7 @@ class _Layout:
         self, model: GraphModel, policy: GraphPolicy, costs: Costs, data: Members, tensor: Members
     ) -> None:
         self.model, self.policy = model, policy
-        self.b = Builder(costs)
+        self.b = Builder(costs, {"data": data.stride, "tensor": tensor.stride})
         self.members = {
             "data": data, "tensor": tensor, "all": Members(data.ranks * tensor.ranks),
         }  # fmt: skip
@@ -219,16 +219,16 @@ class _Layout:
     def _gather(self, bucket: _Bucket, placed: _Placed) -> int:
         b = self.b
         b.hold("full", bucket.nbytes)
-        phase = "forward" if placed.phase == "forward" else "backward"
+        b.phase = "forward" if placed.phase == "forward" else "backward"
         return b.collective(
-            "all_gather", f"layer {placed.layer}", phase, bucket.group, bucket.nbytes,
-            self.members[bucket.group], b.behind_compute(),
+            "all_gather", f"layer {placed.layer}", bucket.group, bucket.nbytes,
+            self.members[bucket.group].ranks, b.behind_compute(),
         )  # fmt: skip
 
     def _node(self, placed: _Placed) -> None:
         b, node = self.b, placed.node
         unit = f"layer {placed.layer}"
-        phase = "forward" if placed.phase == "forward" else "backward"
+        phase = b.phase = "forward" if placed.phase == "forward" else "backward"
         chain = (placed.phase, placed.layer if placed.phase == "recompute" else 0)
         if node.collective:
             if chain not in self.coming:
@@ -245,11 +245,11 @@ class _Layout:
             self._send(following, chain)
         if placed.phase == "backward" and placed.last:
             kept = sum(n.saved_bytes for n in self.model.forward) + self.model.checkpoint_bytes
-            b.hold("activations", -kept)
+            b.changes.append(Change(b.last_compute, True, "activations", -kept))
             gathered = sum(n.parameter_bytes for n in self.model.forward)
             nbytes = gathered // ITEMSIZE * self.model.reduce_itemsize
             b.collective(
-                "reduce_scatter", unit, phase, "data", nbytes, self.members["data"],
+                "reduce_scatter", unit, "data", nbytes, self.members["data"].ranks,
                 b.behind_compute(),
             )  # fmt: skip
 
@@ -265,8 +265,8 @@ class _Layout:
         """Start a node's tensor-parallel collective as soon as its chain has what it sends."""
         b, node = self.b, placed.node
         before = (self.last[chain],) if chain in self.last else b.behind_compute()
-        phase = "forward" if placed.phase == "forward" else "backward"
+        b.phase = "forward" if placed.phase == "forward" else "backward"
         self.coming[chain] = b.collective(
-            node.collective, f"layer {placed.layer}", phase, "tensor", node.collective_bytes,
-            self.members["tensor"], before,
+            node.collective, f"layer {placed.layer}", "tensor", node.collective_bytes,
+            self.members["tensor"].ranks, before,
         )  # fmt: skip

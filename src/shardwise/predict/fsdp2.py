@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.predict.program import Work, rounded
-from shardwise.predict.step import StepSchedule, UnitState
+from shardwise.planning.executor import PlannedUnit
+from shardwise.predict.program import Work
+from shardwise.predict.step import Step
+from shardwise.schedule.unit import State
 from shardwise.timeline import COMPUTE
 
 
 @dataclass
-class Fsdp2Schedule(StepSchedule):
+class Fsdp2Step(Step):
     """`fully_shard` of every unit; the root's parameters stay whole from forward to backward."""
 
     def __post_init__(self) -> None:
@@ -33,19 +35,21 @@ class Fsdp2Schedule(StepSchedule):
         self.last_slot = 0
         self.ends: list[int] = []
 
+    def begin(self) -> None:
+        self.units = [PlannedUnit(self.plan, i) for i in range(len(self.plan.require_units()))]
+
     def forward(self, work: Work) -> None:
-        first_use = work.first_use
-        last_use = {u: place for place, units in enumerate(work.uses) for u in units}
+        first_use, last_use = _uses(work)
         for unit in self.units:
             if unit.is_root:
-                self._gather(unit, "forward", overlap=True)
-                self._wait(unit, "forward")
+                self._gather(unit, overlap=True)
+                self._wait(unit)
         for place, (name, segment) in enumerate(work.segments):
             for number in work.uses[place]:
                 if first_use[number] == place:
-                    self._gather(self.units[number], "forward", overlap=True)
-                    self._wait(self.units[number], "forward")
-            self.b.compute(segment.forward, "forward", name, "forward")
+                    self._gather(self.units[number], overlap=True)
+                    self._wait(self.units[number])
+            self.b.compute(segment.forward, "forward", name)
             for number in work.uses[place]:
                 unit = self.units[number]
                 if self.reshards and not unit.is_root and last_use[number] == place:
@@ -53,8 +57,8 @@ class Fsdp2Schedule(StepSchedule):
 
     def backward(self, work: Work, last: bool) -> None:
         peaked, last_place = self.peak_of_loss(work), len(work.segments) - 1
-        first_use = work.first_use
-        order: list[UnitState] = [unit for unit in self.units if unit.is_root]
+        first_use, _ = _uses(work)
+        order: list[PlannedUnit] = [unit for unit in self.units if unit.is_root]
         for place in reversed(range(len(work.segments))):
             for number in work.uses[place]:
                 if self.units[number] not in order:
@@ -62,87 +66,83 @@ class Fsdp2Schedule(StepSchedule):
         for place in reversed(range(len(work.segments))):
             for number in work.uses[place]:
                 unit = self.units[number]
-                self._gather(unit, "backward", overlap=False)
-                self._wait(unit, "backward")
+                self._gather(unit, overlap=False)
+                self._wait(unit)
                 following = order.index(unit) + 1
                 if following < len(order):
-                    self._gather(order[following], "backward", overlap=False)
-            self.run_backward(work, place, peaks=not (peaked and place == last_place))
+                    self._gather(order[following], overlap=False)
+            self.run_segment_backward(work, place, peaks=not (peaked and place == last_place))
             for number in work.uses[place]:
                 if first_use[number] == place:
                     if self.reshards or last:
                         self._free(self.units[number])
-                    if self.units[number].trained:
+                    if self.units[number].gradient_count:
                         self._reduce(self.units[number], last)
         for end in self.ends:
             self.b.join(end)
         self.ends.clear()
         self._drop_slot()
 
-    def _gather(self, unit: UnitState, phase: str, overlap: bool) -> None:
-        if unit.sizes.aliased or unit.gathered:
+    def _gather(self, unit: PlannedUnit, overlap: bool) -> None:
+        if unit.sizes.aliased or unit.state is not State.FREE:
             return
-        unit.gathered = True
+        unit.state = State.READY
         b, full, n = self.b, unit.sizes.full, self.plan.shard
-        b.engine_work("gather", unit.name, phase)
+        b.engine_work("gather", unit.name)
         # Forward: the buffer of the gather before the last one is free; backward: of the last one.
         waits_for = self.copied_out[0 if overlap else 1]
         before = (waits_for,) if waits_for >= 0 else ()
-        b.hold("temporary", rounded(full))
-        unit.staged = rounded(full)
+        b.hold("temporary", full)
+        unit.staged = full
         own = unit.sizes.master + full // n
-        cast = b.copy("copy-in", unit.name, phase, "copy-in", own, before)
-        unit.arrives = b.collective(
-            "all_gather", unit.name, phase, "shard", full, self.shard, (cast,), full
-        )
+        cast = b.copy("copy-in", unit.name, "copy-in", own, before)
+        unit.arrives = b.collective("all_gather", unit.name, "shard", full, n, (cast,), full)
 
-    def _wait(self, unit: UnitState, phase: str) -> None:
+    def _wait(self, unit: PlannedUnit) -> None:
         if unit.arrives < 0:
             return
         b = self.b
         b.join(unit.arrives)
         unit.arrives = -1
-        unit.allocated = True
-        b.hold("full", rounded(unit.sizes.full))
-        done = b.copy("copy-out", unit.name, phase, COMPUTE, 2 * unit.sizes.full)
+        b.hold("full", unit.sizes.full)
+        done = b.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
         self.copied_out = [self.copied_out[1], done]
         b.hold("temporary", -unit.staged)
         unit.staged = 0
 
-    def _free(self, unit: UnitState) -> None:
-        if unit.sizes.aliased or not unit.gathered:
+    def _free(self, unit: PlannedUnit) -> None:
+        if unit.sizes.aliased or unit.state is State.FREE:
             return
-        self._wait(unit, "backward")
-        unit.gathered = unit.allocated = False
-        self.b.hold("full", -rounded(unit.sizes.full))
+        self._wait(unit)
+        unit.state = State.FREE
+        self.b.hold("full", -unit.sizes.full)
 
-    def _reduce(self, unit: UnitState, last: bool) -> None:
-        b, sizes, plan = self.b, unit.sizes, self.plan
-        b.engine_work("reduce", unit.name, "backward")
+    def _reduce(self, unit: PlannedUnit, last: bool) -> None:
+        b, plan = self.b, self.plan
+        if plan.sync == "last" and not last:
+            return  # gradients stay whole on their rank, and the next ones are added to them
+        slot, rows = unit.sizes.slot_alone, unit.sizes.rows_alone
+        b.engine_work("reduce", unit.name)
         if self.last_scatter >= 0:
             b.join(self.last_scatter)
             self._drop_slot()
-        b.hold("slots", rounded(sizes.slot))
-        b.copy("copy-in", unit.name, "backward", COMPUTE, unit.grads + sizes.slot)
+        b.hold("slots", slot)
+        b.copy("copy-in", unit.name, COMPUTE, unit.grads + slot)
         b.hold("gradients", -unit.grads)
         unit.grads = 0
-        self.last_slot = rounded(sizes.slot)
+        self.last_slot = slot
         done = self.last_scatter = b.collective(
-            "reduce_scatter", unit.name, "backward", "shard", sizes.slot, self.shard,
-            b.behind_compute(), sizes.slot / plan.shard,
-        )  # fmt: skip
+            "reduce_scatter", unit.name, "shard", slot, plan.shard, b.behind_compute(), rows
+        )
         if not unit.summed:
-            b.hold("gradients", rounded(unit.scattered_bytes))
+            b.hold("gradients", rows)
         reduces = plan.replicate > 1 and (last or plan.sync == "each")
         if plan.replicate > 1 and not reduces and unit.summed:
-            done = b.copy("add", unit.name, "backward", "reduce", 3 * unit.scattered_bytes, (done,))
+            done = b.copy("add", unit.name, "reduce", 3 * rows, (done,))
         if reduces:
-            done = b.collective(
-                "all_reduce", unit.name, "backward", "replicate", unit.scattered_bytes,
-                self.replicas, (done,),
-            )  # fmt: skip
+            done = b.collective("all_reduce", unit.name, "replicate", rows, plan.replicate, (done,))
         if unit.summed and plan.sync != "scatter_each_reduce_last":
-            done = b.copy("add", unit.name, "backward", "reduce", 3 * unit.scattered_bytes, (done,))
+            done = b.copy("add", unit.name, "reduce", 3 * rows, (done,))
         unit.summed = True
         self.ends.append(done)
 
@@ -150,3 +150,9 @@ class Fsdp2Schedule(StepSchedule):
         self.b.hold("slots", -self.last_slot)
         self.last_slot = 0
         self.last_scatter = -1
+
+
+def _uses(work: Work) -> tuple[dict[int, int], dict[int, int]]:
+    """The first and the last segment, in forward order, of each unit."""
+    pairs = [(unit, place) for place, units in enumerate(work.uses) for unit in units]
+    return dict(reversed(pairs)), dict(pairs)

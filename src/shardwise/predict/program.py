@@ -42,6 +42,8 @@ class Op:
     group: str = ""  # the mesh axis of a collective
     link: str = ""  # transfers with the same link share its bandwidth
     share: float = 0.0  # of the compute that it takes meanwhile
+    nbytes: int = 0  # of a collective's whole message
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,13 @@ class Program:
 
 @dataclass
 class Builder:
-    """Collects a Program: operations on streams, and what the compute stream must wait for."""
+    """Collects a Program: operations on streams, and what the compute stream must wait for. The
+    recorder of `planning/executor.py` that asks what things cost.
+    """
 
     costs: Costs
+    strides: Mapping[str, int] = field(default_factory=dict)  # between ranks of an axis, if not 1
+    phase: str = "forward"
     ops: list[Op] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     last_compute: int = -1
@@ -98,7 +104,7 @@ class Builder:
         """For `after`: everything that compute has been given so far, waits included."""
         return (*((self.last_compute,) if self.last_compute >= 0 else ()), *self._joined)
 
-    def compute(self, part: Pass, name: str, unit: str, phase: str, peaks: bool = True) -> int:
+    def compute(self, part: Pass, name: str, unit: str, peaks: bool = True) -> int:
         """Run a pass; its activations come and go around it. `peaks`: its own peak is not counted
         elsewhere already.
         """
@@ -112,58 +118,45 @@ class Builder:
             Change(number, True, "activations", part.net_bytes - kept),
         ]
         seconds, host = self.costs.compute(part), self.costs.issue(part)
-        return self.add(Op(name, unit, phase, "compute", COMPUTE, seconds, host))
+        return self.add(Op(name, unit, self.phase, "compute", COMPUTE, seconds, host))
 
     def copy(
-        self,
-        name: str,
-        unit: str,
-        phase: str,
-        stream: str,
-        nbytes: float,
-        after: Sequence[int] = (),
+        self, name: str, unit: str, stream: str, nbytes: float, after: Sequence[int] = ()
     ) -> int:
         """A kernel that only moves bytes. Without streams it is the host's, so compute's."""
         stream = stream if self.costs.streams else COMPUTE
-        share = 0.0 if stream == COMPUTE else self.costs.copy_share
-        waits = () if stream == COMPUTE else tuple(after)
         if stream == COMPUTE:
             for number in after:
                 self.join(number)
+        waits = () if stream == COMPUTE else tuple(after)
+        share = 0.0 if stream == COMPUTE else self.costs.copy_share
+        seconds = self.costs.copy(nbytes, name)
         return self.add(
-            Op(
-                name,
-                unit,
-                phase,
-                "copy",
-                stream,
-                self.costs.copy(nbytes, name),
-                after=waits,
-                share=share,
-            )
+            Op(name, unit, self.phase, "copy", stream, seconds, after=waits, share=share)
         )
 
     def collective(
         self,
         kind: str,
         unit: str,
-        phase: str,
         axis: str,
-        nbytes: float,
-        members: Members,
+        nbytes: int,
+        ranks: int,
         after: Sequence[int],
         written: float = 0.0,
     ) -> int:
         """A collective on its group's stream. Emulated, it first copies the `written` bytes."""
-        seconds = self.costs.collective(kind, nbytes, members)
-        host = self.costs.cluster.host.collective_s if self.costs.streams else 0.0
-        if not self.costs.streams and members.ranks > 1:
-            called = self.costs.call(kind, nbytes)
+        costs, phase = self.costs, self.phase
+        members = Members(ranks, self.strides.get(axis, 1))
+        seconds = costs.collective(kind, nbytes, members)
+        host = costs.cluster.host.collective_s if costs.streams else 0.0
+        if not costs.streams and ranks > 1:
+            called = costs.call(kind, nbytes)
             start = self.add(Op(f"{kind} call", unit, phase, "copy", COMPUTE, called))
             seconds, after = max(0.0, seconds - called), (start,)
-        if self.costs.emulated and self.costs.streams and written > 0:
+        if costs.emulated and costs.streams and written > 0:
             name = f"{kind} copy"
-            copied = self.costs.copy(2 * written, name)
+            copied = costs.copy(2 * written, name)
             self.add(Op(name, unit, phase, "copy", axis, copied, 0.0, tuple(after), share=1.0))
             seconds, after = max(0.0, seconds - copied), ()
         return self.add(
@@ -177,26 +170,29 @@ class Builder:
                 host,
                 tuple(after),
                 axis,
-                self.costs.link(members),
-                self.costs.share,
+                costs.link(members),
+                costs.share,
+                nbytes,
+                ranks,
             )
         )
 
-    def engine_work(self, name: str, unit: str, phase: str) -> None:
+    def engine_work(self, name: str, unit: str) -> None:
         """The engine's own Python to gather, cast or reduce one unit: the host's time, and on a CPU
         compute's as well.
         """
         host = self.costs.cluster.host
         seconds = host.seconds_to_cast if name == "cast" else host.unit_s
         if self.costs.streams:
-            self.ops.append(Op(name, unit, phase, "host", "host", 0.0, seconds))
+            self.ops.append(Op(name, unit, self.phase, "host", "host", 0.0, seconds))
         else:
-            self.add(Op(name, unit, phase, "host", COMPUTE, seconds))
+            self.add(Op(name, unit, self.phase, "host", COMPUTE, seconds))
 
     def hold(self, role: str, nbytes: int) -> None:
         """Bytes come (or, negative, go) at this point of the compute stream."""
         if nbytes:
-            self.changes.append(Change(self.last_compute, True, role, nbytes))
+            counted = rounded(nbytes) if nbytes > 0 else -rounded(-nbytes)
+            self.changes.append(Change(self.last_compute, True, role, counted))
 
     def build(self) -> Program:
         return Program(tuple(self.ops), tuple(self.changes))
@@ -210,17 +206,10 @@ class Work:
 
     segments: tuple[tuple[str, Segment], ...]
     uses: tuple[tuple[int, ...], ...]  # of each segment
-    # For each unit of the Plan: gradient bytes that its backward leaves in each segment.
+    # For each segment: gradient bytes that its backward leaves, by unit of the Plan; and whether it
+    # has a backward, because something in it or before it is trained.
     grads: tuple[Mapping[int, int], ...]
-
-    @property
-    def first_use(self) -> dict[int, int]:
-        """The first segment, in forward order, of each unit: where its backward ends."""
-        found: dict[int, int] = {}
-        for place, units in enumerate(self.uses):
-            for unit in units:
-                found.setdefault(unit, place)
-        return found
+    has_backward: tuple[bool, ...]
 
 
 def lay_work(plan: Plan, description: ModelDescription) -> Work:
@@ -232,6 +221,8 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
     }
     uses: list[tuple[int, ...]] = []
     grads: list[dict[int, int]] = []
+    trains = False
+    has_backward: list[bool] = []
     ends: dict[str, int] = {}  # where a described unit's gradients appear: its last segment
     for unit, segment in description.segments:
         ends[unit.name] = segment.position
@@ -251,8 +242,10 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
                     number = unit_of[p.name]
                     found[number] = found.get(number, 0) + rounded(p.numel * compute.itemsize)
         grads.append(found)
+        trains = trains or any(p.trainable for p in unit.parameters)
+        has_backward.append(trains)
     segments = tuple((unit.name, segment) for unit, segment in description.segments)
-    return Work(segments, tuple(uses), tuple(grads))
+    return Work(segments, tuple(uses), tuple(grads), tuple(has_backward))
 
 
 def scaled(description: ModelDescription, factor: float) -> ModelDescription:

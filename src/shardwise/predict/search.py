@@ -22,12 +22,11 @@ from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
-from shardwise.predict.engine_step import EngineSchedule
 from shardwise.predict.models import Source, as_source
 from shardwise.predict.program import works_of
 from shardwise.predict.ranking import GB, MEMORY_MARGIN, MIB, WORTH, Candidate, Ranking, Rejected
 from shardwise.predict.simulate import simulate
-from shardwise.predict.step import StepOptions
+from shardwise.predict.step import EngineStep, StepOptions
 from shardwise.timeline import Breakdown, Timeline
 
 
@@ -189,7 +188,7 @@ class _Search:
         }
         held = description.input_bytes + description.buffer_bytes
         return max(
-            EngineSchedule(plan, works, self.costs, workload, self.options, held).build(s).peak()
+            EngineStep(plan, works, self.costs, workload, self.options, held).build(s).peak()
             for s in sizes
         )
 

@@ -20,14 +20,13 @@ from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
-from shardwise.predict.engine_step import EngineSchedule
 from shardwise.predict.events import Rank, run
-from shardwise.predict.fsdp2 import Fsdp2Schedule
+from shardwise.predict.fsdp2 import Fsdp2Step
 from shardwise.predict.program import Program, works_of
-from shardwise.predict.step import StepOptions, StepSchedule
+from shardwise.predict.step import EngineStep, Step, StepOptions
 from shardwise.timeline import Timeline
 
-ENGINES: dict[str, type[StepSchedule]] = {"shardwise": EngineSchedule, "fsdp2": Fsdp2Schedule}
+ENGINES: dict[str, type[Step]] = {"shardwise": EngineStep, "fsdp2": Fsdp2Step}
 
 
 def simulate(

@@ -1,5 +1,6 @@
-"""What every engine's step has in common: its units, what stays for the whole step, and the step's
-end. `schedule_engine.py` and `schedule_fsdp2.py` fill in forward and backward.
+"""One rank's step as a Program: the schedule driven over a described model, and the step's end.
+
+`EngineStep` is shardwise's own; `fsdp2.py` lays out the step of torch's engine.
 """
 
 from __future__ import annotations
@@ -7,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.description.collectives import Members
 from shardwise.description.workload import Workload
-from shardwise.planning.memory import UnitBytes, size_of_unit
+from shardwise.planning.executor import PlannedExecutor, PlannedUnit
+from shardwise.planning.memory import plan_schedule
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.program import Builder, Change, Op, Program, Work, rounded
+from shardwise.schedule.drive import Part, run_backward, run_forward, settle
 from shardwise.timeline import COMPUTE
 
 UPDATES = ("fused", "foreach", "single")
@@ -35,38 +37,8 @@ class StepOptions:
 
 
 @dataclass
-class UnitState:
-    """One unit of the Plan while its step is laid out."""
-
-    name: str
-    sizes: UnitBytes
-    count: int  # parameters
-    casts: bool  # compute in another dtype than the master's
-    is_root: bool
-    frees_early: bool
-    trained: bool
-    scattered_bytes: int  # one rank's rows in the reduce dtype
-    same_reduce: bool  # the gradient buffer has the reduce dtype
-    # Ranks that have the unit's other rows, and the same rows; the axis of the latter.
-    shard: int = 1
-    replicate: int = 1
-    replicas_axis: str = "replicate"
-    gathered: bool = False
-    allocated: bool = False
-    stale: bool = False
-    arrives: int = -1  # the operation that compute must wait for
-    staged: int = 0  # bytes of staging that live until then (hosts)
-    opened: bool = False  # a reduce of this micro-batch has looked at the gradient buffer
-    summed: bool = False  # the gradient buffer holds a sum of this step
-    overwrite: bool = False  # what the buffer holds is worth nothing
-    accumulates: str = ""  # "", "flat" or "own": where gradients of sync="last" are summed
-    partial: str = ""  # "", "flat" or "own": where delayed sums are
-    grads: int = 0  # bytes of gradients that backward has left
-
-
-@dataclass
-class StepSchedule:
-    """Lays out one rank's step; `forward` and `backward` are the engine's."""
+class Step:
+    """Lays out one rank's step; `forward` and `backward` are an engine's."""
 
     plan: Plan
     works: Mapping[int, Work]
@@ -74,14 +46,12 @@ class StepSchedule:
     workload: Workload
     options: StepOptions = StepOptions()
     base_bytes: int = 0  # inputs, buffers, libraries' workspace
+    agreed: bool = True  # every rank runs micro-batches, so that they know one order of reduces
     b: Builder = field(init=False)
-    units: list[UnitState] = field(init=False)
+    units: list[PlannedUnit] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.b = Builder(self.costs)
-        self.units = [state_of(self.plan, i) for i in range(len(self.plan.require_units()))]
-        self.shard = Members(self.plan.shard)
-        self.replicas = Members(self.plan.replicate, self.plan.shard)
+        self.b = Builder(self.costs, {"replicate": self.plan.shard})
 
     def forward(self, work: Work) -> None:
         raise NotImplementedError
@@ -89,35 +59,46 @@ class StepSchedule:
     def backward(self, work: Work, last: bool) -> None:
         raise NotImplementedError
 
-    def begin_step(self) -> None:
-        """Units that are whole already when the step starts."""
+    def begin(self) -> None:
+        """Make the units; some are whole already when the step starts."""
+        raise NotImplementedError
+
+    def run_nothing(self) -> None:
+        """A step without micro-batches."""
 
     def build(self, sizes: Sequence[int]) -> Program:
         """The Program of a rank whose micro-batches have `sizes` sequences."""
         b = self.b
         b.hold("other", self.base_bytes)
+        self.begin()
         b.hold("parameters", sum(rounded(u.sizes.master) for u in self.units))
         if self.options.optimizer:
             tensors = self.workload.state_tensors
             b.hold("state", tensors * sum(rounded(u.sizes.moment) for u in self.units))
-        self.begin_step()
         for i, size in enumerate(sizes):
+            b.phase = "forward"
+            self.micro = (i, len(sizes))
             self.forward(self.works[size])
+            b.phase = "backward"
             self.backward(self.works[size], last=i == len(sizes) - 1)
+        if not sizes:
+            b.phase = "backward"
+            self.run_nothing()
+        b.phase = "optimizer"
         if self.options.clip:
             self._clip()
         if self.options.optimizer:
             self._update()
         return b.build()
 
-    def run_backward(self, work: Work, place: int, peaks: bool = True) -> None:
+    def run_segment_backward(self, work: Work, place: int, peaks: bool = True) -> None:
         """Recompute if the segment is checkpointed, then its backward. Gradients are counted from
         its end: by then it has given back more than they take.
         """
         name, segment = work.segments[place]
         if segment.checkpointed:
-            self.b.compute(segment.recompute, "recompute", name, "backward")
-        self.b.compute(segment.backward, "backward", name, "backward", peaks)
+            self.b.compute(segment.recompute, "recompute", name)
+        self.b.compute(segment.backward, "backward", name, peaks)
         for number, nbytes in work.grads[place].items():
             self.units[number].grads += nbytes
             self.b.hold("gradients", nbytes)
@@ -137,11 +118,11 @@ class StepSchedule:
     def _clip(self) -> None:
         b = self.b
         total = sum(u.sizes.gradient for u in self.units)
-        b.copy("norm", "", "optimizer", COMPUTE, total)
+        b.copy("norm", "", COMPUTE, total)
         if self.plan.shard > 1:
             before = b.behind_compute()
-            b.join(b.collective("all_reduce", "norm", "optimizer", "shard", 4, self.shard, before))
-        b.copy("clip", "", "optimizer", COMPUTE, 2 * total)
+            b.join(b.collective("all_reduce", "norm", "shard", 4, self.plan.shard, before))
+        b.copy("clip", "", COMPUTE, 2 * total)
 
     def _update(self) -> None:
         """Read parameters, gradients and states; write parameters and states."""
@@ -163,25 +144,43 @@ class StepSchedule:
         b.add(Op("update", "", "optimizer", "compute", COMPUTE, seconds, host))
 
 
-def state_of(plan: Plan, number: int) -> UnitState:
-    spec = plan.require_units()[number]
-    replicate, shard = plan.axes_of(spec)
-    own, compute, reduce = plan.dtypes(spec.parameters[0].dtype)
-    trained = [p for p in spec.parameters if p.trainable]
-    sizes = size_of_unit(plan, spec)
-    is_root = spec.modules == ("",)
-    return UnitState(
-        name=spec.name,
-        sizes=sizes,
-        count=len(spec.parameters),
-        casts=own != compute,
-        is_root=is_root,
-        frees_early=not is_root
-        and (len(spec.modules) == 1 or len(trained) == len(spec.parameters)),
-        trained=bool(trained),
-        scattered_bytes=sizes.slot // shard,
-        same_reduce=reduce == own,
-        shard=shard,
-        replicate=replicate,
-        replicas_axis="all" if spec.whole else "replicate",
-    )
+class EngineStep(Step):
+    """The step of shardwise's own engine: its schedule, driven without tensors."""
+
+    def begin(self) -> None:
+        executor = PlannedExecutor(self.plan, self.b, self.costs.streams)
+        self.schedule = plan_schedule(self.plan, executor)
+        self.units = self.schedule.units
+        self._settled = False
+
+    def _parts(self, work: Work) -> list[Part[PlannedUnit]]:
+        parts = [
+            Part(tuple(self.units[i] for i in used), segment.checkpointed, has_backward)
+            for used, (_, segment), has_backward in zip(
+                work.uses, work.segments, work.has_backward, strict=True
+            )
+        ]
+        if not self._settled:
+            self._settled = True
+            settle(self.schedule, parts, self.agreed)
+        return parts
+
+    def forward(self, work: Work) -> None:
+        self.schedule.micro = self.micro
+
+        def compute(place: int) -> None:
+            name, segment = work.segments[place]
+            self.b.compute(segment.forward, "forward", name)
+
+        run_forward(self.schedule, self._parts(work), compute)
+
+    def backward(self, work: Work, last: bool) -> None:
+        peaked, last_place = self.peak_of_loss(work), len(work.segments) - 1
+
+        def compute(place: int) -> None:
+            self.run_segment_backward(work, place, not (peaked and place == last_place))
+
+        run_backward(self.schedule, self._parts(work), compute)
+
+    def run_nothing(self) -> None:
+        self.schedule.run_nothing()

@@ -1,0 +1,267 @@
+"""The schedule's verbs in bytes: what each takes and gives back, and what it moves.
+
+`PlannedExecutor` says it to a `Recorder`. One that only counts gives `explain` its figures; one
+that also asks what things cost gives the predictor its operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.planning.sizes import UnitBytes, size_of_unit
+from shardwise.planning.strategies import choose_gather
+from shardwise.schedule.executor import Held, Reduction
+from shardwise.schedule.unit import ScheduledUnit, State
+
+if TYPE_CHECKING:
+    from shardwise.planning.plan import Plan
+
+COMPUTE = "compute"
+
+
+class PlannedUnit(ScheduledUnit):
+    """A unit of a Plan, with its sizes instead of its tensors."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        spec = plan.require_units()[number]
+        replicate, shard = plan.axes_of(spec)
+        is_root = spec.modules == ("",)
+        super().__init__(
+            spec.name,
+            plan.unit_policy(is_root),
+            is_root=is_root,
+            module_count=len(spec.modules),
+            shard=shard,
+            replicate=replicate,
+        )
+        own, compute, reduce = plan.dtypes(spec.parameters[0].dtype)
+        keep = plan.keep_after_forward
+        self.sizes: UnitBytes = size_of_unit(plan, spec)
+        self.casts, self.same_reduce = own != compute, reduce == own
+        self.replicas_axis = "all" if spec.whole else "replicate"
+        self.aliased = self.sizes.aliased
+        # The smaller group that holds it from forward to backward, or 0.
+        self.piece_ranks = 0 if keep is None or isinstance(keep, bool) or shard == 1 else keep
+        self.keeps_piece = self.piece_ranks > 0
+        self.gradient_count = sum(p.trainable for p in spec.parameters)
+        self.trains_all = self.gradient_count == len(spec.parameters)
+        self.state = State.READY if self.aliased else State.FREE
+        self.allocated = False
+        self.arrives = -1  # the operation that compute must wait for
+        self.staged = 0  # bytes of staging that live until then (hosts)
+        self.grads = 0  # bytes of gradients that backward has left
+        self.summed = False  # the gradient buffer holds a sum of this step
+
+    @property
+    def sums_take_reduces(self) -> bool:
+        return self.same_reduce
+
+
+class Recorder(Protocol):
+    """Hears what an executor does. Operations have numbers; -1 is none."""
+
+    phase: str
+
+    def hold(self, role: str, nbytes: int) -> None:
+        """Bytes come (or, negative, go)."""
+
+    def copy(self, name: str, unit: str, stream: str, nbytes: float, after: Any = ()) -> int:
+        """A kernel that only moves bytes."""
+
+    def collective(
+        self, kind: str, unit: str, axis: str, nbytes: int, ranks: int, after: Any, written: float
+    ) -> int:
+        """A collective on its group's stream; `written` bytes arrive on this rank."""
+
+    def engine_work(self, name: str, unit: str) -> None:
+        """The engine's own work to gather or reduce one unit."""
+
+    def behind_compute(self) -> tuple[int, ...]:
+        """All that compute has been given so far."""
+
+    def join(self, number: int) -> None:
+        """Compute waits for an operation."""
+
+
+@dataclass(eq=False)
+class PlannedReduction(Reduction):
+    last: int = -1  # its last operation
+
+
+class PlannedExecutor:
+    """Tells a recorder what the engine's executor does with tensors."""
+
+    def __init__(self, plan: Plan, recorder: Recorder, ordered: bool) -> None:
+        self.plan, self.recorder, self.ordered = plan, recorder, ordered
+        self._ends: dict[str, int] = {}  # the last operation of each lane: scatter, replica
+
+    # A unit
+
+    def gather(self, unit: PlannedUnit) -> None:
+        r, sizes, ranks = self.recorder, unit.sizes, unit.shard_ranks
+        mode = choose_gather(self.plan.gather, len(sizes.parts), sizes.full, self.ordered)
+        stages = mode == "packed" and ranks > 1
+        r.engine_work("gather" if ranks > 1 else "cast", unit.name)
+        if self.ordered or not stages:
+            self._allocate(unit)
+        before = r.behind_compute()
+        if ranks == 1:
+            moved = sizes.master + sizes.full
+            unit.arrives = r.copy("cast", unit.name, "gather", moved, before)
+            return
+        staging = sizes.full if stages else 0
+        r.hold("temporary", staging)
+        if unit.casts and not unit.piece:
+            moved = sizes.master + sizes.full // ranks
+            before = (r.copy("cast", unit.name, "gather", moved, before),)
+        axis, group = ("keep", unit.piece_ranks) if unit.piece else ("shard", ranks)
+        for nbytes in sizes.parts if mode == "each" else (sizes.full,):
+            unit.arrives = r.collective(
+                "all_gather", unit.name, axis, nbytes, group, before, nbytes
+            )
+        if not self.ordered:
+            unit.staged = staging
+        elif stages:
+            done = (unit.arrives,)
+            unit.arrives = r.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
+            r.hold("temporary", -staging)
+
+    def wait(self, unit: PlannedUnit) -> None:
+        r = self.recorder
+        r.join(unit.arrives)
+        unit.arrives = -1
+        if unit.staged:
+            self._allocate(unit)
+            r.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
+            r.hold("temporary", -unit.staged)
+            unit.staged = 0
+
+    def keep_from_last_step(self, unit: PlannedUnit) -> None:
+        """Its full parameters were never freed."""
+        self._allocate(unit)
+        unit.state = State.READY
+
+    def _allocate(self, unit: PlannedUnit) -> None:
+        if not unit.allocated:
+            unit.allocated = True
+            self.recorder.hold("full", unit.sizes.full)
+
+    def show(self, unit: PlannedUnit) -> None: ...
+
+    def hide(self, unit: PlannedUnit) -> None: ...
+
+    def free(self, unit: PlannedUnit) -> None:
+        unit.allocated = False
+        self.recorder.hold("full", -unit.sizes.full)
+
+    def shrink(self, unit: PlannedUnit) -> None:
+        piece = unit.sizes.full // unit.piece_ranks
+        self.recorder.hold("full", piece)
+        self.recorder.copy("keep", unit.name, COMPUTE, 2 * piece)
+
+    def forget_piece(self, unit: PlannedUnit) -> None:
+        self.recorder.hold("full", -(unit.sizes.full // unit.piece_ranks))
+
+    # A reduce
+
+    def open(self, unit: PlannedUnit) -> bool:
+        """The step's first reduce overwrites; a later micro-batch's adds."""
+        if unit.summed:
+            return False
+        self.recorder.hold("gradients", unit.sizes.gradient)
+        unit.summed = True
+        return True
+
+    def pack(self, unit: PlannedUnit, into_sums: bool, passes: bool) -> PlannedReduction:
+        r, slot, grads = self.recorder, unit.sizes.slot, unit.grads
+        r.engine_work("reduce", unit.name)
+        r.hold("slots", 0 if into_sums else slot)
+        packed = r.copy("pack", unit.name, "scatter", grads + slot, r.behind_compute())
+        unit.grads = 0
+        self._ends["scatter"] = packed
+        return PlannedReduction(unit, grads, Held(slot, into_sums), freed=packed, last=packed)
+
+    def zeros(self, unit: PlannedUnit) -> PlannedReduction:
+        self.recorder.hold("slots", unit.sizes.rows)
+        return PlannedReduction(unit, 0, Held(unit.sizes.rows))
+
+    def scatter(self, reduction: PlannedReduction, into_sums: bool) -> None:
+        unit = reduction.unit
+        if unit.shard_ranks == 1:
+            return
+        rows = unit.sizes.rows
+        self.recorder.hold("slots", 0 if into_sums else rows)
+        self._collective(
+            reduction, "reduce_scatter", "scatter", "shard", unit.sizes.slot, unit.shard_ranks, rows
+        )
+        reduction.held = Held(rows, into_sums)
+
+    def all_reduce(self, reduction: PlannedReduction) -> None:
+        unit, rows = reduction.unit, reduction.unit.sizes.rows
+        self._collective(
+            reduction, "all_reduce", "replica", unit.replicas_axis, rows, unit.replicas, 0
+        )
+
+    def _collective(
+        self,
+        reduction: PlannedReduction,
+        kind: str,
+        lane: str,
+        axis: str,
+        nbytes: int,
+        ranks: int,
+        written: int,
+    ) -> None:
+        r, name = self.recorder, reduction.unit.name
+        after = self._after(reduction)
+        if lane == "replica":
+            after = (*after, *r.behind_compute())
+        reduction.last = r.collective(kind, name, axis, nbytes, ranks, after, written)
+        self._ends[lane] = reduction.last
+        if not self.ordered:
+            reduction.pending = reduction.last
+
+    def _after(self, reduction: PlannedReduction) -> tuple[int, ...]:
+        """What the next operation of a reduce comes after."""
+        if not self.ordered:
+            return self.recorder.behind_compute()
+        return (reduction.last,) if reduction.last >= 0 else ()
+
+    def add(self, reduction: PlannedReduction, to: Held) -> None:
+        self._copy(reduction, "add", "scatter", 3 * reduction.held.content)
+
+    def _copy(self, reduction: PlannedReduction, name: str, lane: str, nbytes: int) -> None:
+        unit = reduction.unit
+        after = self._after(reduction)
+        reduction.last = self.recorder.copy(name, unit.name, lane, nbytes, after)
+        self._ends[lane] = reduction.last
+
+    def add_to_sums(self, reduction: PlannedReduction, overwrites: bool) -> None:
+        unit, rows = reduction.unit, reduction.unit.sizes.rows
+        lane = "replica" if unit.replicas > 1 else "scatter"
+        if self.plan.average and self.plan.world > 1:
+            self._copy(reduction, "divide", lane, 2 * rows)
+        if not reduction.held.in_sums:
+            self._copy(reduction, "add", lane, (2 if overwrites else 3) * rows)
+
+    def drop(self, held: Held) -> None:
+        self.recorder.hold("slots", -held.content)
+
+    def join(self, reduction: PlannedReduction) -> None:
+        self.recorder.join(reduction.pending)
+        reduction.pending = None
+
+    def hold(self, reduction: PlannedReduction) -> None:
+        reduction.freed = reduction.last
+
+    def retire(self, reduction: PlannedReduction) -> None:
+        if self.ordered:
+            self.recorder.join(reduction.freed)
+        self.recorder.hold("gradients", -reduction.gradients)
+
+    def finish(self) -> None:
+        if self.ordered:
+            for end in self._ends.values():
+                self.recorder.join(end)
+        self._ends.clear()

@@ -1,0 +1,100 @@
+"""A step without a model: the moments in the order in which a model's parts would call them.
+
+The engine hears of them from hooks. Whoever predicts calls these two instead, and says between
+them what a part costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from shardwise.schedule.moments import Schedule, U
+
+
+@dataclass(frozen=True)
+class Part(Generic[U]):
+    """A part of a model that runs at once, with the units whose parameters it needs."""
+
+    units: tuple[U, ...]
+    checkpointed: bool = False
+    has_backward: bool = True  # something in it, or before it, is trained
+
+
+def settle(schedule: Schedule[U], parts: Sequence[Part[U]], agreed: bool = True) -> None:
+    """Let the schedule know what a first step would have shown it. `agreed`: every rank ran one, so
+    that reduces follow the order of that backward.
+    """
+    roots = [unit for unit in schedule.units if unit.is_root]
+    first, _ = _uses(parts)
+    inner = [(i, [unit for unit in part.units if not unit.is_root]) for i, part in enumerate(parts)]
+    forward = [unit for i, units in inner for unit in units if first[unit] == i]
+    schedule.forward_order.expected = roots + forward
+    backward, ready = list(roots), []
+    for i, units in reversed(inner):
+        if not parts[i].has_backward:
+            break
+        backward += units * (2 if parts[i].checkpointed else 1)
+        ready += [unit.name for unit in parts[i].units if first[unit] == i]
+    schedule.backward_order.expected = backward
+    if agreed:
+        schedule.reduce_in(ready)
+
+
+def run_forward(
+    schedule: Schedule[U], parts: Sequence[Part[U]], compute: Callable[[int], None]
+) -> None:
+    roots = [unit for unit in schedule.units if unit.is_root]
+    first, last = _uses(parts)
+    schedule.forward_order.begin()
+    for unit in roots:
+        schedule.before_forward(unit)
+    for i, part in enumerate(parts):
+        for unit in part.units:
+            if not unit.is_root and first[unit] == i:
+                schedule.before_forward(unit)
+        compute(i)
+        for unit in part.units:
+            if not unit.is_root and last[unit] == i:
+                schedule.after_forward(unit)
+    for unit in roots:
+        schedule.after_forward(unit)
+    schedule.end_forward()
+
+
+def run_backward(
+    schedule: Schedule[U], parts: Sequence[Part[U]], compute: Callable[[int], None]
+) -> None:
+    first, _ = _uses(parts)
+    schedule.open_backward()
+    for unit in schedule.units:
+        if unit.is_root:
+            schedule.before_backward(unit)
+    for i, part in reversed(list(enumerate(parts))):
+        if not part.has_backward:
+            break
+        mine = [unit for unit in part.units if not unit.is_root]
+        for unit in mine:
+            schedule.before_backward(unit)
+        if part.checkpointed:
+            for unit in mine:
+                schedule.before_forward(unit, recomputes=True)
+        compute(i)
+        for unit in part.units:
+            if first[unit] == i:
+                schedule.after_backward(unit)
+    schedule.end_backward()
+    schedule.complete_units()
+    schedule.close_backward()
+
+
+def _uses(parts: Sequence[Part[U]]) -> tuple[dict[U, int], dict[U, int]]:
+    """The first and the last part, in forward order, of each unit."""
+    first: dict[U, int] = {}
+    last: dict[U, int] = {}
+    for i, part in enumerate(parts):
+        for unit in part.units:
+            first.setdefault(unit, i)
+            last[unit] = i
+    return first, last
