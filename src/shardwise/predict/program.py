@@ -206,10 +206,10 @@ class Work:
 
     segments: tuple[tuple[str, Segment], ...]
     uses: tuple[tuple[int, ...], ...]  # of each segment
-    # For each segment: gradient bytes that its backward leaves, by unit of the Plan; and whether it
-    # has a backward, because something in it or before it is trained.
+    # For each segment: gradient bytes that its backward leaves, by unit of the Plan; and the units of
+    # which some trained parameter gets no gradient.
     grads: tuple[Mapping[int, int], ...]
-    has_backward: tuple[bool, ...]
+    lacking: tuple[tuple[int, ...], ...]
 
 
 def lay_work(plan: Plan, description: ModelDescription) -> Work:
@@ -221,8 +221,9 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
     }
     uses: list[tuple[int, ...]] = []
     grads: list[dict[int, int]] = []
-    trains = False
-    has_backward: list[bool] = []
+    lacking: list[tuple[int, ...]] = []
+    idle = set(description.without_gradient)
+    lacks = {unit_of[name] for name in idle if name in unit_of}
     ends: dict[str, int] = {}  # where a described unit's gradients appear: its last segment
     for unit, segment in description.segments:
         ends[unit.name] = segment.position
@@ -237,15 +238,14 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
         found: dict[int, int] = {}
         if ends[unit.name] == segment.position:
             for p in unit.parameters:
-                if p.trainable:
+                if p.trainable and p.name not in idle:
                     _, compute, _ = plan.dtypes(p.dtype)
                     number = unit_of[p.name]
                     found[number] = found.get(number, 0) + rounded(p.numel * compute.itemsize)
         grads.append(found)
-        trains = trains or any(p.trainable for p in unit.parameters)
-        has_backward.append(trains)
+        lacking.append(tuple(number for number in uses[-1] if number in lacks))
     segments = tuple((unit.name, segment) for unit, segment in description.segments)
-    return Work(segments, tuple(uses), tuple(grads), tuple(has_backward))
+    return Work(segments, tuple(uses), tuple(grads), tuple(lacking))
 
 
 def scaled(description: ModelDescription, factor: float) -> ModelDescription:

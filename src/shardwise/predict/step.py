@@ -155,9 +155,14 @@ class EngineStep(Step):
 
     def _parts(self, work: Work) -> list[Part[PlannedUnit]]:
         parts = [
-            Part(tuple(self.units[i] for i in used), segment.checkpointed, has_backward)
-            for used, (_, segment), has_backward in zip(
-                work.uses, work.segments, work.has_backward, strict=True
+            Part(
+                tuple(self.units[i] for i in used),
+                tuple(self.units[i] for i in lacking),
+                segment.checkpointed,
+                bool(segment.backward.kernels),
+            )
+            for used, lacking, (_, segment) in zip(
+                work.uses, work.lacking, work.segments, strict=True
             )
         ]
         if not self._settled:

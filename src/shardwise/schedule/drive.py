@@ -18,6 +18,7 @@ class Part(Generic[U]):
     """A part of a model that runs at once, with the units whose parameters it needs."""
 
     units: tuple[U, ...]
+    lacking: tuple[U, ...] = ()  # of these units, some trained parameter gets no gradient
     checkpointed: bool = False
     has_backward: bool = True  # something in it, or before it, is trained
 
@@ -27,16 +28,14 @@ def settle(schedule: Schedule[U], parts: Sequence[Part[U]], agreed: bool = True)
     that reduces follow the order of that backward.
     """
     roots = [unit for unit in schedule.units if unit.is_root]
+    inner = [[unit for unit in part.units if not unit.is_root] for part in parts]
     first, _ = _uses(parts)
-    inner = [(i, [unit for unit in part.units if not unit.is_root]) for i, part in enumerate(parts)]
-    forward = [unit for i, units in inner for unit in units if first[unit] == i]
+    forward = [unit for i, units in enumerate(inner) for unit in units if first[unit] == i]
     schedule.forward_order.expected = roots + forward
     backward, ready = list(roots), []
-    for i, units in reversed(inner):
-        if not parts[i].has_backward:
-            break
-        backward += units * (2 if parts[i].checkpointed else 1)
-        ready += [unit.name for unit in parts[i].units if first[unit] == i]
+    for i in _backward(parts):
+        backward += inner[i] * (2 if parts[i].checkpointed else 1)
+        ready += [unit.name for unit in _ended(schedule, parts, i)]
     schedule.backward_order.expected = backward
     if agreed:
         schedule.reduce_in(ready)
@@ -66,27 +65,45 @@ def run_forward(
 def run_backward(
     schedule: Schedule[U], parts: Sequence[Part[U]], compute: Callable[[int], None]
 ) -> None:
-    first, _ = _uses(parts)
     schedule.open_backward()
     for unit in schedule.units:
         if unit.is_root:
             schedule.before_backward(unit)
-    for i, part in reversed(list(enumerate(parts))):
-        if not part.has_backward:
-            break
-        mine = [unit for unit in part.units if not unit.is_root]
+    for i in _backward(parts):
+        mine = [unit for unit in parts[i].units if not unit.is_root]
         for unit in mine:
             schedule.before_backward(unit)
-        if part.checkpointed:
+        if parts[i].checkpointed:
             for unit in mine:
                 schedule.before_forward(unit, recomputes=True)
         compute(i)
-        for unit in part.units:
-            if first[unit] == i:
-                schedule.after_backward(unit)
+        for unit in _ended(schedule, parts, i):
+            schedule.after_backward(unit)
     schedule.end_backward()
     schedule.complete_units()
     schedule.close_backward()
+
+
+def _backward(parts: Sequence[Part[U]]) -> list[int]:
+    """The parts that have a backward, in its order."""
+    return [i for i in reversed(range(len(parts))) if parts[i].has_backward]
+
+
+def _ended(schedule: Schedule[U], parts: Sequence[Part[U]], i: int) -> list[U]:
+    """Units whose backward is over with this part: no earlier one needs them, and either all their
+    gradients are complete, or those of their inputs are, where that is watched.
+    """
+    before = {unit for part in parts[:i] if part.has_backward for unit in part.units}
+    watched = schedule.policy.frees_in_pass and any(part.has_backward for part in parts[:i])
+    return [
+        unit
+        for unit in parts[i].units
+        if unit not in before
+        and (
+            unit not in parts[i].lacking
+            or (watched and not unit.is_root and unit.module_count == 1)
+        )
+    ]
 
 
 def _uses(parts: Sequence[Part[U]]) -> tuple[dict[U, int], dict[U, int]]:

@@ -1,0 +1,204 @@
+"""One schedule, told twice: a real step on gloo ranks and the predictor's, over the same Plan.
+
+Compared one for one: every collective with its axis, ranks and bytes (`sw.record()` against the
+predicted operations), and every verb that the schedule spoke to the engine's executor and to the
+predictor's, with the unit it was about.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.description.cluster_toml import load_cluster
+from shardwise.description.workload import Workload
+from shardwise.engine.api import engine_of
+from shardwise.predict.cost import Costs
+from shardwise.predict.program import works_of
+from shardwise.predict.step import EngineStep, StepOptions
+from tests.parity.models import VOCABULARY, Block
+from tests.ranks import Ranks
+
+VERBS = (
+    "gather", "wait", "free", "shrink", "forget_piece", "open", "pack", "zeros", "scatter",
+    "all_reduce", "add", "add_to_sums", "join", "hold", "retire", "finish", "drop",
+)  # fmt: skip
+KINDS = ("plain", "checkpointed", "tied", "frozen", "unused")
+SYNCS = ("each", "scatter_each_reduce_last", "last")
+TOKENS = torch.arange(6).view(2, 3) % VOCABULARY
+
+
+class Net(nn.Module):
+    """Embedding, four blocks, head. `frozen`: embedding, first block and half of the second;
+    `unused`: a block that nobody calls, and a parameter in a block that is called.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(Block(8, 12) for _ in range(4))
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+        if kind == "frozen":
+            for module in (self.embed, self.layers[0], self.layers[1].up):
+                module.requires_grad_(False)
+        if kind == "unused":
+            self.layers[2].spare = nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: torch.Tensor, recompute: bool = True) -> torch.Tensor:
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            if self.kind == "unused" and i == 1:
+                continue
+            if self.kind == "checkpointed" and recompute:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        return self.head(x).float().sum()
+
+
+@dataclass(frozen=True)
+class ProofCase:
+    name: str
+    kind: str
+    counts: tuple[int, ...]  # micro-batches of each replica, in turn
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def plan(self) -> sw.Plan:
+        world = dist.get_world_size()
+        mesh = (2, world // 2) if self.name == "hsdp" else world
+        return sw.Plan.of(self.name, mesh=mesh, **dict(self.settings))
+
+
+def trace_verbs(executor: Any) -> list[tuple[str, str]]:
+    """From now on, note each verb that the executor is asked for, and whose."""
+    spoken: list[tuple[str, str]] = []
+
+    def traced(verb: str, method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            unit = getattr(args[0], "unit", args[0]) if args else None
+            spoken.append((verb, getattr(unit, "name", "")))
+            return method(*args)
+
+        return call
+
+    for verb in VERBS:
+        setattr(executor, verb, traced(verb, getattr(executor, verb)))
+    return spoken
+
+
+def run_really(case: ProofCase, plan: sw.Plan, count: int) -> tuple[list[Any], list[Any]]:
+    """The third step: the first one also finds the order."""
+    torch.manual_seed(0)
+    model = sw.shard(Net(case.kind), plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spoken = trace_verbs(engine_of(model).executor)
+    for _ in range(3):
+        spoken.clear()
+        with sw.record() as log:
+            for tokens in sw.microbatches(model, [TOKENS] * count):
+                model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [(c.name, c.axis, c.nbytes, c.ranks) for c in log.calls], list(spoken)
+
+
+@cache
+def described(case_kind: str, plan: sw.Plan) -> Any:
+    with torch.device("meta"):
+        model = Net(case_kind)
+    given = "nonreentrant" if case_kind == "checkpointed" else None
+    inputs = {"tokens": TOKENS.to("meta"), "recompute": False}
+    return sw.describe(model, inputs, plan, device="cpu", checkpoint=given)
+
+
+def predict(case: ProofCase, plan: sw.Plan, count: int) -> tuple[list[Any], list[Any]]:
+    spoken: list[tuple[str, str]] = []
+
+    class Traced(EngineStep):
+        def begin(self) -> None:
+            super().begin()
+            nonlocal spoken
+            spoken = trace_verbs(self.schedule.executor)
+
+    workload = Workload(sequence=3, micro_batch=2, micro_batches=max(count, 1))
+    works = works_of(plan, described(case.kind, plan), workload)
+    costs = Costs.of(load_cluster("cpu-gloo"))
+    options = StepOptions(optimizer=False)
+    step = Traced(plan, works, costs, workload, options, agreed=0 not in case.counts)
+    program = step.build((2,) * count)
+    calls = [(op.name, op.group, op.nbytes, op.ranks) for op in program.ops if op.group]
+    return [call for call in calls if call[3] > 1], spoken
+
+
+def compare(cases: Sequence[ProofCase]) -> list[str]:
+    """Where a real step of this rank and the predicted one part."""
+    told = []
+    for case in cases:
+        plan = case.plan
+        replica = dist.get_rank() // plan.shard
+        count = case.counts[replica % len(case.counts)]
+        with torch.device("meta"):
+            resolved = plan.resolve(Net(case.kind))
+        really, predicted = run_really(case, plan, count), predict(case, resolved, count)
+        for what, ours, foretold in zip(("calls", "verbs"), really, predicted, strict=True):
+            if ours == foretold:
+                continue
+            pairs = itertools.zip_longest(ours, foretold)
+            at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+            told.append(
+                f"{case}: {what} part at {at}\n  real      {ours[max(0, at - 3) : at + 4]}\n"
+                f"  predicted {foretold[max(0, at - 3) : at + 4]}"
+            )
+    return told
+
+
+def cases_of(name: str, world: int) -> list[ProofCase]:
+    """Every sync, micro-batch count and kind of model; the other settings take turns, so that each
+    meets each.
+    """
+    replicas = name in ("ddp", "hsdp")
+    shard = world // 2 if name == "hsdp" else world
+    keeps: list[Any] = [None, True, False] if name in ("zero3", "hsdp") else [None]
+    if name == "zero3" and shard == 4:
+        keeps.append(2)
+    rest = list(itertools.product(keeps, (0, 1, 2), (1, 2, 4)))
+    turn = itertools.cycle(rest[:: 2 if len(rest) % 2 else 1] + rest[1::2])
+    cases = []
+    for sync, kind in itertools.product(SYNCS, KINDS):
+        counts: list[tuple[int, ...]] = [(1,), (3,)]
+        if replicas and sync != "each":
+            counts += [(1, 3), (2, 0)]
+        for each in counts:
+            keep, prefetch, depth = next(turn)
+            settings = {
+                "sync": sync, "keep_after_forward": keep, "reduce_depth": depth,
+                "forward_prefetch": prefetch, "backward_prefetch": prefetch,
+            }  # fmt: skip
+            cases.append(ProofCase(name, kind, each, tuple(settings.items())))
+    return cases
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_two_ranks_do_what_was_predicted(two: Ranks, name: str) -> None:
+    for told in two.run(compare, cases_of(name, 2), timeout=240):
+        assert not told, "\n".join(told)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+def test_four_ranks_do_what_was_predicted(four: Ranks, name: str) -> None:
+    for told in four.run(compare, cases_of(name, 4), timeout=240):
+        assert not told, "\n".join(told)
