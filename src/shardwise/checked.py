@@ -11,10 +11,11 @@
     Reader("cluster mine.toml: ").read(Link, {"name": "nvlink", "shar": 1}, "level.0")
     UserError: cluster mine.toml: unknown key level.0.shar: did you mean 'share'? Valid: name, share
 
-The dataclass is the schema: a field without a default must be in the file, its type says how it is
-written there, and its bound holds for values made in code too. A field with `compare=False` is no
-part of the value, so none of the file. Written here rather than taken from a library because the
-package installs with torch, numpy and rich alone. Imports no torch: `--help` must be quick.
+The dataclass is the schema: a field that has no default and cannot be None must be in the file, its
+type says how it is written there, and its bound holds for values made in code too. A field with
+`compare=False` is no part of the value, so none of the file. Written here rather than taken from a
+library because machines with GPUs often install nothing: torch, numpy and rich have to do. Imports
+no torch: `--help` must be quick.
 """
 
 from __future__ import annotations
@@ -68,10 +69,14 @@ def at_least(least: float) -> Bound:
 
 
 ABOVE_0 = Bound("above 0", lambda n: n > 0)
+Count = Annotated[int, finite(1)]
+OneOrMore = Annotated[int, at_least(1)]  # as Count, in the words of configurations
+Natural = Annotated[int, finite(0)]
+NotNegative = Annotated[float, finite(0)]
 Share = Annotated[float, Bound("a share in (0, 1]", lambda n: 0 < n <= 1)]
 
 
-def out_of_bounds(owner: Any) -> Iterator[tuple[str, Any, str]]:
+def out_of_bounds(owner: object) -> Iterator[tuple[str, Any, str]]:
     """The fields of a dataclass that are outside of their bounds: name, value, what is expected.
     None is inside of any.
     """
@@ -81,7 +86,7 @@ def out_of_bounds(owner: Any) -> Iterator[tuple[str, Any, str]]:
             yield name, value, bound.expected
 
 
-def check_bounds(owner: Any, where: str = "", error: type[Exception] = ValueError) -> None:
+def check_bounds(owner: object, where: str = "", error: type[Exception] = ValueError) -> None:
     """Raise for the first field of a dataclass that is outside of its bound."""
     for name, value, expected in out_of_bounds(owner):
         raise error(f"{where}{name} is {value!r}, expected {expected}")
@@ -135,6 +140,8 @@ class Reader:
         for key, field in keys_of(kind).items():
             if key in table:
                 given[field.name] = self.convert(table[key], hints[field.name], dotted(path, key))
+            elif field.name not in given and not _has_default(field):
+                given[field.name] = None
         return kind(**given)
 
     def read_named(self, kind: type[T], table: Any, path: str = "") -> tuple[T, ...]:
@@ -154,7 +161,12 @@ class Reader:
         for key in table:
             if key not in known:
                 self.fail_unknown(kind, path, key, known)
-        missing = [key for key, f in fields.items() if _is_needed(f) and key not in table]
+        hints = get_type_hints(kind)
+        missing = [
+            key
+            for key, field in fields.items()
+            if key not in table and not _has_default(field) and not _may_be_none(hints[field.name])
+        ]
         if missing:
             self.fail_missing(kind, path, missing, table)
 
@@ -162,7 +174,7 @@ class Reader:
         """`value` as the type `kind` of a field."""
         origin = get_origin(kind)
         if origin in (Union, types.UnionType):
-            if value is None and types.NoneType in get_args(kind):
+            if value is None and _may_be_none(kind):
                 return None
             kind = next(member for member in get_args(kind) if member is not types.NoneType)
             return self.convert(value, kind, path)
@@ -219,8 +231,12 @@ class Reader:
         raise UserError(self.where + text)
 
 
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return not (field.default is field.default_factory is dataclasses.MISSING)
+
+
+def _may_be_none(kind: Any) -> bool:
+    return types.NoneType in get_args(kind)
 
 
 def dotted(path: str, key: str) -> str:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.description.parameters import UnitSpec
 from shardwise.planning.rows import lay_out
 from shardwise.planning.strategies import choose_gather
-from shardwise.planning.units import UnitSpec
 
 if TYPE_CHECKING:
     from shardwise.planning.plan import Plan

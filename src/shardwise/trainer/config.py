@@ -4,11 +4,12 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_origin
 
 from shardwise.checked import (
     ABOVE_0,
     Bound,
+    OneOrMore,
     Reader,
     at_least,
     out_of_bounds,
@@ -20,9 +21,7 @@ from shardwise.checked import (
 from shardwise.errors import UserError, nearest
 from shardwise.trainer.sizes import SIZES, CheckpointKind, Size, size_named
 
-T = TypeVar("T")
-Count = Annotated[int, at_least(1)]
-Natural = Annotated[int, at_least(0)]
+ZeroOrMore = Annotated[int, at_least(0)]
 Beta = Annotated[float, Bound("at least 0 and below 1", lambda n: 0 <= n < 1)]
 
 
@@ -64,9 +63,9 @@ class ModelConfig:
 class DataConfig:
     path: str = key("", "text, .npy or .bin token file; empty: the built-in grammar")
     token_dtype: Literal["uint16", "uint32"] = key("uint16", "type of the ids of a .bin file")
-    batch: Count = key(8, "sequences per rank and micro-batch")
-    seq: Count = key(128, "tokens per sequence")
-    seed: Natural = key(0, "of the grammar and of the order of the data")
+    batch: OneOrMore = key(8, "sequences per rank and micro-batch")
+    seq: OneOrMore = key(128, "tokens per sequence")
+    seed: ZeroOrMore = key(0, "of the grammar and of the order of the data")
 
     def __post_init__(self) -> None:
         _check("data", self)
@@ -94,7 +93,7 @@ class PlanConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: Annotated[float, ABOVE_0] = key(3e-3, "peak learning rate of AdamW")
-    warmup: Natural = key(10, "steps of linear warm-up, then a cosine")
+    warmup: ZeroOrMore = key(10, "steps of linear warm-up, then a cosine")
     min_lr_ratio: Annotated[float, Bound("between 0 and 1", lambda n: 0 <= n <= 1)] = key(
         0.1, "the cosine ends at this share of lr"
     )
@@ -113,16 +112,16 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    steps: Count = key(60, "optimizer steps")
-    micro_batches: Count = key(1, "forward and backward passes per step")
-    nproc: Count = key(1, "ranks to start on this machine; under torchrun leave it at 1")
+    steps: OneOrMore = key(60, "optimizer steps")
+    micro_batches: OneOrMore = key(1, "forward and backward passes per step")
+    nproc: OneOrMore = key(1, "ranks to start on this machine; under torchrun leave it at 1")
     out: Annotated[str, Bound("the path of a directory", bool)] = key(
         "run", "directory of the run's files"
     )
-    seed: Natural = key(0, "of the model's weights")
+    seed: ZeroOrMore = key(0, "of the model's weights")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one")
     backend: str = key("", "of torch.distributed; empty: gloo on cpu, nccl on cuda")
-    log_every: Count = key(1, "steps between two rows of metrics.jsonl")
+    log_every: OneOrMore = key(1, "steps between two rows of metrics.jsonl")
     profile: int = key(0, "steps to profile, after some to warm up; 0: none")
 
     def __post_init__(self) -> None:
@@ -187,13 +186,14 @@ class Text(str):
 
 
 class _ConfigReader(Reader):
-    def read(self, kind: type[T], table: Any, path: str = "", **given: Any) -> T:
+    def convert(self, value: Any, kind: Any, path: str) -> Any:
         if kind is not PlanConfig:
-            return super().read(kind, table, path, **given)
-        self.check_table(table, kind, path)
-        settings = {n: v.parse() if isinstance(v, Text) else v for n, v in table.items()}
-        strategy = self.scalar(table.get("strategy", PlanConfig.strategy), str, "plan.strategy")
-        return kind(strategy, {n: v for n, v in settings.items() if n != "strategy"})
+            return super().convert(value, kind, path)
+        self.check_table(value, kind, path)
+        settings = {n: v.parse() if isinstance(v, Text) else v for n, v in value.items()}
+        settings.pop("strategy", None)
+        strategy = self.scalar(value.get("strategy", PlanConfig.strategy), str, "plan.strategy")
+        return PlanConfig(strategy, settings)
 
     def scalar(self, value: Any, kind: Any, path: str) -> Any:
         if isinstance(value, Text):
