@@ -80,7 +80,8 @@ def out_of_bounds(owner: object) -> Iterator[tuple[str, Any, str]]:
     """The fields of a dataclass that are outside of their bounds: name, value, what is expected.
     None is inside of any.
     """
-    for name, bound in _bounds_of(type(owner)):
+    kind: Any = type(owner)
+    for name, bound in _bounds_of(kind):
         value = getattr(owner, name)
         if value is not None and not bound.holds(value):
             yield name, value, bound.expected

@@ -23,7 +23,7 @@ from shardwise.checked import Count, Natural, NotNegative, check_bounds
 from shardwise.description.parameters import ParameterSpec, UnitSpec
 
 if TYPE_CHECKING:
-    from shardwise.description.outline import Outline
+    from torch import nn
 
 KernelKind = Literal["matmul", "attention", "elementwise", "other"]
 KERNEL_KINDS: tuple[str, ...] = get_args(KernelKind)
@@ -179,7 +179,9 @@ class ModelDescription:
     input_bytes: int = 0  # of the micro-batch itself: tokens and targets
     buffer_bytes: int = 0  # of the module's buffers
     tied: tuple[tuple[str, ...], ...] = ()  # names that are one parameter
-    outline: Outline | None = None  # of the model itself; none if the description was made by hand
+    # The model itself, on the meta device: units of other Plans are cut from it. None if the
+    # description was made by hand.
+    outline: nn.Module | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]

@@ -6,7 +6,12 @@ Imports no torch: a cluster file is read without it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Bytes of one element.
 ITEMSIZES = {
@@ -80,3 +85,14 @@ class UnitSpec:
     @property
     def parameter_bytes(self) -> int:
         return sum(p.nbytes for p in self.parameters)
+
+
+def places(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
+    """Every distinct parameter once, with all its names (a tied parameter has several)."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    for key, parameter in parameters.items():
+        yield names[key], parameter

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.description.parameters import ParameterSpec, UnitSpec
+from shardwise.description.parameters import ParameterSpec, UnitSpec, places
 from shardwise.planning.buckets import group_by_bytes
 
 MIB = 2**20
@@ -195,17 +195,6 @@ def _buckets(specs: list[ParameterSpec], nbytes: int) -> list[list[ParameterSpec
 def _spec_of(names: list[str], parameter: nn.Parameter) -> ParameterSpec:
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterSpec(names[0], tuple(parameter.shape), dtype, parameter.requires_grad)
-
-
-def places(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
-    """Every distinct parameter once, with all its names (a tied parameter has several)."""
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        parameters[id(parameter)] = parameter
-    for key, parameter in parameters.items():
-        yield names[key], parameter
 
 
 def _find_runs(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> list[Run]:

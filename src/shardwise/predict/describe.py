@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.description.model import ModelDescription
 from shardwise.description.preset import load_preset
+from shardwise.description.tracing.meta_copy import copy_to_meta
 from shardwise.description.tracing.segments import describe_by
 from shardwise.description.tracing.trace import ModelTrace, TraceOptions, trace_module
 from shardwise.description.workload import CHECKPOINTS, Workload
@@ -68,7 +69,8 @@ def describe(
         checkpoint=checkpoint,
         compute_dtype=resolved.compute_dtype,
     )
-    return describe_trace(trace, resolved, name or type(model).__name__)
+    described = describe_trace(trace, resolved, name or type(model).__name__)
+    return dataclasses.replace(described, outline=copy_to_meta(model))
 
 
 def trace_model(
@@ -159,7 +161,9 @@ def describe_preset(
     """
     if sequences is not None:
         workload = dataclasses.replace(workload, micro_batch=sequences, sizes=None)
-    return _recent_preset(name, workload.sequence).at(_as_plan(plan), workload)[1]
+    model = _recent_preset(name, workload.sequence)
+    _, described = model.at(_as_plan(plan), workload)
+    return dataclasses.replace(described, outline=model.model)
 
 
 _recent_preset = lru_cache(maxsize=4)(traced_preset)

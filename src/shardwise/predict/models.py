@@ -47,8 +47,6 @@ class FixedDescription:
     def __init__(self, description: ModelDescription, workload: Workload) -> None:
         self.name, self._base, self._workload = description.name, description, workload
         self.compute_dtype = description.compute_dtype
-        outline = description.outline
-        self._model = None if outline is None else outline.build()
         self._made: dict[tuple[int, str], ModelDescription] = {}
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
@@ -64,8 +62,8 @@ class FixedDescription:
             if workload.checkpoint != "none" and self._workload.checkpoint == "none":
                 made = checkpointed(made)
             self._made[key] = made
-        if self._model is not None:
-            return plan.resolve(self._model), self._made[key]
+        if self._base.outline is not None:
+            return plan.resolve(self._base.outline), self._made[key]
         units = cut_described(plan, self._base)
         return dataclasses.replace(plan, units=units), self._made[key]
 

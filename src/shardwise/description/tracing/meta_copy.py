@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as activation_checkpoint
 
+from shardwise.description.parameters import places
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.description.tracing.trace import Recorder
 
 
-def copy_to_meta(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def copy_to_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of `model` without data, its floating-point parameters in `dtype`.
 
     The copy's tensors are put in deepcopy's memory beforehand, so no data is copied, whatever the
@@ -30,8 +31,8 @@ def copy_to_meta(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
                 f"parameter {name} is sharded already: describe the model before sharding it"
             )
         cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        shape = torch.empty_like(parameter, device="meta", dtype=cast)
-        memo[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+        empty = torch.empty_like(parameter, device="meta", dtype=cast)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for module in model.modules():
         values = [*module._buffers.values(), *vars(module).values()]
         for value in pytree.tree_leaves(values):
@@ -57,9 +58,7 @@ def find_owners(
     model: nn.Module,
 ) -> tuple[Mapping[str, tuple[str, ...]], tuple[tuple[str, ...], ...]]:
     """Each module's own parameters, by their first names; and the groups of names that are one."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = {id(parameter): names for names, parameter in places(model)}
     owners = {
         name: tuple(names[id(p)][0] for p in module.parameters(recurse=False))
         for name, module in model.named_modules()

@@ -41,7 +41,6 @@ def describe_by(units: Sequence[UnitSpec], trace: ModelTrace, name: str) -> Mode
         input_bytes=trace.input_bytes,
         buffer_bytes=trace.buffer_bytes,
         tied=trace.tied,
-        outline=trace.outline,
     )
 
 

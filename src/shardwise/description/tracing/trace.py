@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.description.model import KernelFact
-from shardwise.description.outline import Outline
 from shardwise.description.tracing.device_kernels import DeviceKernels
 from shardwise.description.tracing.known_results import KnownResults
 from shardwise.description.tracing.meta_copy import copy_to_meta, find_owners, hook, input_to_meta
@@ -76,7 +75,6 @@ class ModelTrace:
     tied: tuple[tuple[str, ...], ...]
     input_bytes: int
     buffer_bytes: int
-    outline: Outline
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,6 @@ def trace_module(
         tied=tied,
         input_bytes=sum(t.nbytes for t in given),
         buffer_bytes=sum(b.nbytes for b in copied.buffers()),
-        outline=Outline.of(model),
     )
 
 
