@@ -14,11 +14,11 @@ from shardwise.description.cluster import Cluster, Device, Host, Level, MatmulRa
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
-    ParameterFact,
     Pass,
-    Segment,
     UnitDescription,
+    UnitSegment,
 )
+from shardwise.description.parameters import ParameterSpec
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.models import cut_described
@@ -44,9 +44,9 @@ def model(blocks: int = 8) -> ModelDescription:
             UnitDescription(
                 f"layers.{i}",
                 (f"layers.{i}",),
-                (ParameterFact(f"layers.{i}.w", (2000, 3000), "float32"),),
+                (ParameterSpec(f"layers.{i}.w", (2000, 3000), "float32"),),
                 (
-                    Segment(
+                    UnitSegment(
                         i,
                         part(3e-3, 24_000_000, 16_000_000),
                         part(6e-3, 8_000_000, -16_000_000),

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.checked import write_key, write_value
 from shardwise.errors import UserError
 from shardwise.trainer.config import TrainConfig, describe_keys, load_config
-from shardwise.trainer.toml import write_key, write_value
 
 
 def load(*texts, path=None):

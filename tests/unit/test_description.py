@@ -14,13 +14,13 @@ from shardwise import Plan
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
-    ParameterFact,
     Pass,
-    Segment,
     UnitDescription,
+    UnitSegment,
 )
+from shardwise.description.parameters import ParameterSpec
 from shardwise.description.preset import known_presets, load_preset
-from shardwise.description.trace import TraceOptions, trace_module
+from shardwise.description.tracing.trace import TraceOptions, trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.describe import describe, describe_preset, describe_trace, trace_model
@@ -379,8 +379,8 @@ def test_values_check_themselves() -> None:
     with pytest.raises(ValueError, match="peak_bytes 3 is below net_bytes 4"):
         Pass(peak_bytes=3, net_bytes=4)
     with pytest.raises(ValueError, match="dtype 'float7'"):
-        ParameterFact("w", (1,), "float7")
-    segment = Segment(1, Pass(), Pass(), 0, 0, 0)
+        ParameterSpec("w", (1,), "float7")
+    segment = UnitSegment(1, Pass(), Pass(), 0, 0, 0)
     unit = UnitDescription("a", ("a",), (), (segment,))
     with pytest.raises(ValueError, match=r"positions \[1\], expected each of 0 to 0 once"):
         ModelDescription("m", (unit,))

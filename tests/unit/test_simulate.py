@@ -18,11 +18,11 @@ from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
-    ParameterFact,
     Pass,
-    Segment,
     UnitDescription,
+    UnitSegment,
 )
+from shardwise.description.parameters import ParameterSpec
 from shardwise.description.workload import Workload
 from shardwise.engine.api import shard
 from shardwise.engine.gradients import Gradients
@@ -55,9 +55,9 @@ def model(blocks: int = 4, forward_s: float = 10 * MS, backward_s: float = 20 * 
         UnitDescription(
             f"layers.{i}",
             (f"layers.{i}",),
-            (ParameterFact(f"layers.{i}.w", (1000, 2000), "float32"),),
+            (ParameterSpec(f"layers.{i}.w", (1000, 2000), "float32"),),
             (
-                Segment(
+                UnitSegment(
                     i,
                     part(forward_s, 3_000_000, 2_000_000),
                     part(backward_s, 1_000_000, -2_000_000),

@@ -10,27 +10,30 @@ A cluster is a tree of equal groups. Its levels go from the inside out: the devi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from shardwise.description.model import ITEMSIZES, check_at_least
+from shardwise.checked import ABOVE_0, Bound, Count, NotNegative, Share, check_bounds, finite
+from shardwise.description.parameters import ITEMSIZES
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+Positive = Annotated[float, finite(1)]  # bytes and FLOPs, and those per second
 
 
 @dataclass(frozen=True)
 class MatmulPoint:
     """A measured matrix product (m, k) x (k, n): FLOP/s, and the interquartile range of that."""
 
-    m: int
-    n: int
-    k: int
-    flops_per_s: float
-    spread: float = 0.0
+    m: Count
+    n: Count
+    k: Count
+    flops_per_s: Positive
+    spread: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        check_at_least(1, m=self.m, n=self.n, k=self.k, flops_per_s=self.flops_per_s)
-        check_at_least(0, spread=self.spread)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class MatmulRate:
     """
 
     dtype: str
-    peak: float
+    peak: Positive
     fraction: float
     points: tuple[MatmulPoint, ...] = ()
 
@@ -49,7 +52,7 @@ class MatmulRate:
             raise ValueError(
                 f"matmul rate for dtype {self.dtype!r}, expected one of {', '.join(ITEMSIZES)}"
             )
-        check_at_least(1, peak=self.peak)
+        check_bounds(self)
         if not 0 < self.fraction <= 1:
             raise ValueError(
                 f"the achievable fraction of {self.dtype} is {self.fraction}, expected a share in "
@@ -86,24 +89,15 @@ class Device:
     """One accelerator (or, for gloo, one rank's share of a CPU)."""
 
     name: str
-    memory_bytes: float  # what a program can allocate
-    bandwidth_bytes_per_s: float  # of its memory, by the data sheet
-    bandwidth_fraction: float  # the share that a large copy reaches
-    kernel_s: float  # the least time of any kernel
+    memory_bytes: Positive  # what a program can allocate
+    bandwidth_bytes_per_s: Positive  # of its memory, by the data sheet
+    bandwidth_fraction: Share  # the share that a large copy reaches
+    kernel_s: NotNegative  # the least time of any kernel
     matmul: tuple[MatmulRate, ...]
-    attention_fraction: float = 0.5  # of the matmul peak, that a fused attention kernel reaches
+    attention_fraction: Share = 0.5  # of the matmul peak, that a fused attention kernel reaches
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1, memory_bytes=self.memory_bytes, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s
-        )
-        check_at_least(0, kernel_s=self.kernel_s)
-        for name in ("bandwidth_fraction", "attention_fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"device {self.name}: {name} is {getattr(self, name)}, expected a share in "
-                    "(0, 1]"
-                )
+        check_bounds(self, f"device {self.name}: ")
         if not self.matmul:
             raise ValueError(f"device {self.name} has no matmul rate for any dtype")
 
@@ -113,16 +107,13 @@ class Device:
         peaks = {rate.dtype: rate.peak for rate in self.matmul}
         return max(("bfloat16", "float32"), key=lambda dtype: peaks.get(dtype, 0.0))
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return tuple(rate.dtype for rate in self.matmul)
-
     def rate_of(self, dtype: str) -> MatmulRate:
         for rate in self.matmul:
             if rate.dtype == dtype:
                 return rate
         raise ValueError(
-            f"device {self.name} has no matmul rate for {dtype}; it has {', '.join(self.dtypes)}. "
+            f"device {self.name} has no matmul rate for {dtype}; it has "
+            f"{', '.join(rate.dtype for rate in self.matmul)}. "
             "Add one to the cluster's file, or choose another compute dtype"
         )
 
@@ -139,19 +130,17 @@ class CollectivePoint:
     """
 
     kind: str
-    ranks: int
-    nbytes: int
+    ranks: Annotated[int, finite(2)]
+    nbytes: Count
     seconds: float
-    spread: float = 0.0
+    spread: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:
             raise ValueError(f"collective {self.kind!r}, expected one of {COLLECTIVES}")
-        check_at_least(2, ranks=self.ranks)
-        check_at_least(1, nbytes=self.nbytes)
+        check_bounds(self)
         if not self.seconds > 0:
             raise ValueError(f"a measured {self.kind} took {self.seconds} s, expected more than 0")
-        check_at_least(0, spread=self.spread)
 
 
 @dataclass(frozen=True)
@@ -161,18 +150,13 @@ class Protocol:
     """
 
     name: str
-    start_s: float
-    step_s: float
-    share: float = 1.0
-    limit_bytes_per_s: float = math.inf
+    start_s: NotNegative
+    step_s: NotNegative
+    share: Share = 1.0
+    limit_bytes_per_s: Annotated[float, ABOVE_0] = math.inf
 
     def __post_init__(self) -> None:
-        check_at_least(0, start_s=self.start_s, step_s=self.step_s)
-        if not 0 < self.share <= 1 or not self.limit_bytes_per_s > 0:
-            raise ValueError(
-                f"protocol {self.name}: share {self.share} must be in (0, 1], limit "
-                f"{self.limit_bytes_per_s} above 0"
-            )
+        check_bounds(self, f"protocol {self.name}: ")
 
 
 @dataclass(frozen=True)
@@ -185,15 +169,13 @@ class Level:
     """
 
     name: str
-    ranks: int | None
-    bandwidth_bytes_per_s: float
-    protocols: tuple[Protocol, ...]
+    ranks: Count | None
+    bandwidth_bytes_per_s: Positive
+    protocols: tuple[Protocol, ...] = field(metadata={"key": "protocol"})
     points: tuple[CollectivePoint, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.ranks is not None:
-            check_at_least(1, ranks=self.ranks)
-        check_at_least(1, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+        check_bounds(self)
         if not self.protocols:
             raise ValueError(f"level {self.name} has no protocol: give at least one latency")
 
@@ -212,18 +194,17 @@ CAST_SHARE_OF_UNIT = 0.15
 class Host:
     """CPU seconds that the host needs to issue work; what the device does meanwhile is its own."""
 
-    op_s: float  # one operator of the model, forward or backward
-    unit_s: float  # the engine's own work for one unit: gather, free or reduce it
-    collective_s: float  # one call of a collective
+    op_s: NotNegative  # one operator of the model, forward or backward
+    unit_s: NotNegative  # the engine's own work for one unit: gather, free or reduce it
+    collective_s: NotNegative  # one call of a collective
     # gloo: the host itself moves the data, so communication and compute share its cores.
     communicates: bool = False
     # To cast a unit that is not sharded. Much less than a gather, and it shows more: ddp casts all
     # of its units before the first kernel can be issued. None: a share of `unit_s`.
-    cast_s: float | None = None
+    cast_s: NotNegative | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(0, op_s=self.op_s, unit_s=self.unit_s, collective_s=self.collective_s)
-        check_at_least(0, cast_s=self.seconds_to_cast)
+        check_bounds(self)
 
     @property
     def seconds_to_cast(self) -> float:
@@ -240,7 +221,9 @@ class Cluster:
     host: Host
     # The share of the device's compute that a collective takes while it runs, also while it waits
     # for a late peer (its kernel spins).
-    communication_share_of_compute: float = 0.0
+    communication_share_of_compute: Annotated[
+        float, Bound("a share in [0, 1)", lambda n: 0 <= n < 1)
+    ] = 0.0
     # (dotted key of the file, where its number comes from)
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -253,12 +236,7 @@ class Cluster:
                     f"cluster {self.name}: level {outer.name} ({outer.ranks} ranks) must hold a "
                     f"whole number of groups of level {inner.name} ({inner.ranks} ranks)"
                 )
-        share = self.communication_share_of_compute
-        if not 0 <= share < 1:
-            raise ValueError(
-                f"cluster {self.name}: communication_share_of_compute is {share}, expected a share "
-                "in [0, 1)"
-            )
+        check_bounds(self, f"cluster {self.name}: ")
 
     @property
     def ranks_per_node(self) -> int | None:

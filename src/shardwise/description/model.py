@@ -1,7 +1,7 @@
 """What one micro-batch of a model computes and keeps: the facts that a simulator costs.
 
 A `ModelDescription` has one `UnitDescription` for each unit of a Plan, in the Plan's order, and
-each unit has its `Segment`s: the stretches of time during which it runs. Most units have one. A
+each unit has its `UnitSegment`s: the stretches of time during which it runs. Most units have one. A
 unit that holds both the embedding and the output projection has two, one at each end of the model.
 
     forward order:   root:embedding | layers.0 | layers.1 | ... | root:head (with the loss)
@@ -15,68 +15,18 @@ model or a parameter's gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
+from shardwise.checked import Count, Natural, NotNegative, check_bounds
+from shardwise.description.parameters import ParameterSpec, UnitSpec
+
 if TYPE_CHECKING:
-    from shardwise.description.outline import Outline
+    from torch import nn
 
 KernelKind = Literal["matmul", "attention", "elementwise", "other"]
 KERNEL_KINDS: tuple[str, ...] = get_args(KernelKind)
-
-# Bytes of one element.
-ITEMSIZES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
-
-
-def check_at_least(least: float, **values: float) -> None:
-    """Raise for the first value that is below `least` or not finite."""
-    for name, value in values.items():
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name} is {value!r}, expected a number >= {least}")
-
-
-@dataclass(frozen=True)
-class ParameterFact:
-    """One parameter: its (first) name, shape, dtype as stored, and whether it is trained."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool = True
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ITEMSIZES:
-            raise ValueError(
-                f"parameter {self.name!r} has dtype {self.dtype!r}, expected one of "
-                f"{', '.join(ITEMSIZES)}"
-            )
-        if any(n < 0 for n in self.shape):
-            raise ValueError(f"parameter {self.name!r} has the shape {self.shape}")
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -89,19 +39,18 @@ class KernelFact:
     """
 
     kind: KernelKind
-    flops: float
-    bytes: float
+    flops: NotNegative
+    bytes: NotNegative
     dtype: str
     shape: tuple[int, ...] = ()
-    batch: int = 1
-    count: int = 1
+    batch: Count = 1
+    count: Count = 1
     op: str = ""  # the operator's name, for people
 
     def __post_init__(self) -> None:
         if self.kind not in KERNEL_KINDS:
             raise ValueError(f"kernel kind {self.kind!r}, expected one of {KERNEL_KINDS}")
-        check_at_least(0, flops=self.flops, bytes=self.bytes)
-        check_at_least(1, count=self.count, batch=self.batch)
+        check_bounds(self)
         lengths = {"matmul": 3, "attention": 5}
         if self.kind in lengths and len(self.shape) != lengths[self.kind]:
             raise ValueError(
@@ -152,7 +101,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Segment:
+class UnitSegment:
     """One stretch of the forward pass that belongs to one unit, and its share of the backward pass.
 
     saved_bytes: storages that autograd keeps and that no earlier segment has kept already.
@@ -161,23 +110,17 @@ class Segment:
         forward, which happens at the start of its backward, and `backward` only what follows.
     """
 
-    position: int  # in the forward order of the model's segments
+    position: Natural  # in the forward order of the model's segments
     forward: Pass
     backward: Pass
-    saved_bytes: int
-    input_bytes: int
-    output_bytes: int
+    saved_bytes: Natural
+    input_bytes: Natural
+    output_bytes: Natural
     checkpointed: bool = False
     recompute: Pass = field(default_factory=Pass)
 
     def __post_init__(self) -> None:
-        check_at_least(
-            0,
-            position=self.position,
-            saved_bytes=self.saved_bytes,
-            input_bytes=self.input_bytes,
-            output_bytes=self.output_bytes,
-        )
+        check_bounds(self)
 
     @property
     def saved_bytes_checkpointed(self) -> int:
@@ -185,21 +128,10 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class UnitDescription:
-    """One unit of the Plan: its parameters and its segments. The figures below are their sums."""
+class UnitDescription(UnitSpec):
+    """A unit of the Plan with its segments. The figures below are their sums."""
 
-    name: str
-    modules: tuple[str, ...]
-    parameters: tuple[ParameterFact, ...]
-    segments: tuple[Segment, ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(p.numel for p in self.parameters)
-
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(p.nbytes for p in self.parameters)
+    segments: tuple[UnitSegment, ...]
 
     @property
     def forward_flops(self) -> float:
@@ -237,10 +169,6 @@ class UnitDescription:
     def input_bytes(self) -> int:
         return sum(s.input_bytes for s in self.segments)
 
-    @property
-    def output_bytes(self) -> int:
-        return sum(s.output_bytes for s in self.segments)
-
 
 @dataclass(frozen=True)
 class ModelDescription:
@@ -251,8 +179,10 @@ class ModelDescription:
     input_bytes: int = 0  # of the micro-batch itself: tokens and targets
     buffer_bytes: int = 0  # of the module's buffers
     tied: tuple[tuple[str, ...], ...] = ()  # names that are one parameter
-    notes: tuple[str, ...] = ()  # what the reader of a prediction should know
-    outline: Outline | None = None  # of the model itself; none if the description was made by hand
+    without_gradient: tuple[str, ...] = ()  # trained parameters that get none
+    # The model itself, on the meta device: units of other Plans are cut from it. None if the
+    # description was made by hand.
+    outline: nn.Module | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
@@ -266,7 +196,7 @@ class ModelDescription:
             )
 
     @property
-    def segments(self) -> tuple[tuple[UnitDescription, Segment], ...]:
+    def segments(self) -> tuple[tuple[UnitDescription, UnitSegment], ...]:
         """Every segment with its unit, in forward order. Backward runs them in reverse."""
         pairs = [(unit, segment) for unit in self.units for segment in unit.segments]
         return tuple(sorted(pairs, key=lambda pair: pair[1].position))
@@ -287,7 +217,7 @@ class ModelDescription:
                 return unit
         raise KeyError(f"{self.name} has no unit {name!r}; it has {[u.name for u in self.units]}")
 
-    def parameters(self) -> Iterator[ParameterFact]:
+    def parameters(self) -> Iterator[ParameterSpec]:
         for unit in self.units:
             yield from unit.parameters
 

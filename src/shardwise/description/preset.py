@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from shardwise.checked import OneOrMore, Reader, check_bounds
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError, nearest
 
@@ -24,24 +24,19 @@ class Preset:
 
     name: str
     kind: Literal["lm", "ffn"]
-    d_model: int
-    d_ff: int
-    layers: int
-    heads: int = 1
-    kv_heads: int = 1
-    vocab: int = 1
+    d_model: OneOrMore
+    d_ff: OneOrMore
+    layers: OneOrMore
+    heads: OneOrMore = 1
+    kv_heads: OneOrMore = 1
+    vocab: OneOrMore = 1
     tied: bool = False
     gated: bool = True
     residual: bool = True
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("lm", "ffn"):
-            raise UserError(f"preset {self.name}: kind is {self.kind!r}, expected 'lm' or 'ffn'")
-        for field in ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"preset {self.name}: {field} is {value!r}, expected at least 1")
+        check_bounds(self, f"preset {self.name}: ", UserError)
         if self.d_model % self.heads or self.heads % self.kv_heads:
             raise UserError(
                 f"preset {self.name}: heads ({self.heads}) must divide d_model ({self.d_model}), "
@@ -63,7 +58,7 @@ class Preset:
         """The model on the meta device, for sequences of up to `context` tokens."""
         import torch
 
-        from shardwise.description.sketches import SketchFeedForward, SketchLM
+        from shardwise.description.preset_models import SketchFeedForward, SketchLM
 
         with torch.device("meta"):
             if self.kind == "ffn":
@@ -81,11 +76,11 @@ class Preset:
                 context,
             )
 
-    def inputs(self, workload: Workload, sequences: int | None = None) -> tuple[Tensor, ...]:
+    def inputs(self, workload: Workload) -> tuple[Tensor, ...]:
         """One micro-batch on the meta device: tokens and targets, or the vectors themselves."""
         import torch
 
-        shape = (sequences or workload.micro_batch, workload.sequence)
+        shape = (workload.micro_batch, workload.sequence)
         if self.kind == "ffn":
             return (torch.empty(*shape, self.d_model, device="meta"),)
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -108,10 +103,5 @@ def known_presets() -> tuple[str, ...]:
 @cache
 def _read() -> dict[str, Preset]:
     file = resources.files("shardwise.description") / "presets" / "models.toml"
-    data: dict[str, dict[str, Any]] = tomllib.loads(file.read_text(encoding="utf-8"))
-    known = {field.name for field in dataclasses.fields(Preset)} - {"name"}
-    for name, values in data.items():
-        for key in values:
-            if key not in known:
-                raise UserError(f"preset {name}: unknown key {key}{nearest(key, known)}")
-    return {name: Preset(name=name, **values) for name, values in data.items()}
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {preset.name: preset for preset in Reader("preset ").read_named(Preset, tables)}

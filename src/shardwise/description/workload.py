@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from shardwise.checked import check_bounds, whole
 from shardwise.errors import nearest
 
 # Optimizer state tensors for each parameter, in the master's dtype.
 STATE_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
+Whole = Annotated[int, whole(1)]
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 CHECKPOINTS = ("none", "reentrant", "nonreentrant")
 
@@ -21,19 +24,16 @@ class Workload:
     columns); `micro_batch` is then the largest of them.
     """
 
-    sequence: int
-    micro_batch: int = 1
-    micro_batches: int = 1
+    sequence: Whole
+    micro_batch: Whole = 1
+    micro_batches: Whole = 1
     optimizer: str = "adamw"
     autocast: str | None = None  # None: the parameters' dtype, or the Plan's compute_dtype
     checkpoint: str = "none"  # none, reentrant, nonreentrant: of every block
     sizes: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "micro_batch", "micro_batches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Workload.{name} is {value!r}, expected a whole number >= 1")
+        check_bounds(self, "Workload.")
         for name, valid in (
             ("optimizer", tuple(STATE_TENSORS)),
             ("autocast", AUTOCAST_DTYPES),

@@ -7,12 +7,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Unpack, cast
+from typing import Any, NoReturn, Unpack, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checked import Reader, keys_of
+from shardwise.description.parameters import ParameterSpec, UnitSpec
 from shardwise.errors import nearest
 from shardwise.planning import memory
 from shardwise.planning.settings import Settings
@@ -21,8 +23,6 @@ from shardwise.planning.units import (
     BUCKET_BYTES,
     MIB,
     Cut,
-    ParameterSpec,
-    UnitSpec,
     Whole,
     cut_buckets,
     cut_units,
@@ -329,50 +329,43 @@ class Plan:
             data = json.loads(text)
         except ValueError as error:
             raise ValueError(f"a Plan is a JSON object, and this is not JSON: {error}") from error
-        fields = [field for field in dataclasses.fields(cls) if field.name != "device_mesh"]
-        needed = tuple(field.name for field in fields if field.default is dataclasses.MISSING)
-        _check_keys(data, "a Plan", tuple(field.name for field in fields), needed)
+        reader = _PlanReader()
+        reader.check_keys(cls, data, "")
         mesh = data["mesh"]
         if not (isinstance(mesh, list) and len(mesh) == 2):
             raise ValueError(f"mesh is {mesh!r}, expected [replicate, shard], such as [1, 8]")
         data["mesh"] = tuple(mesh)
         if "cut" in data:
-            _check_keys(data["cut"], "cut", ("by", "of"), ())
+            reader.check_keys(Cut, data["cut"], "cut")
             data["cut"] = Cut(**data["cut"])
         if data.get("units") is not None:
-            data["units"] = tuple(_read_unit(unit) for unit in _list(data["units"], "units"))
+            data["units"] = reader.convert(data["units"], tuple[UnitSpec, ...], "units")
         return cls(**data)
 
 
-def _check_keys(data: Any, what: str, known: tuple[str, ...], needed: tuple[str, ...]) -> None:
-    """`data` must be a JSON object with all of `needed` and nothing that is not `known`."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{what} is a JSON object with the keys {sorted(known)}, got {data!r:.60}")
-    extra = sorted(set(data) - set(known))
-    if extra:
-        raise ValueError(f"{what} has no key {extra[0]!r}{nearest(extra[0], sorted(known))}")
-    missing = [name for name in needed if name not in data]
-    if missing:
-        raise ValueError(f"{what} needs {missing}; got only {sorted(data)}")
+class _PlanReader(Reader):
+    """Says which kind of thing is wrong: a Plan has many units, and people know them by name."""
+
+    def check_table(self, value: Any, kind: Any, path: str) -> None:
+        if not isinstance(value, dict):
+            keys = sorted(keys_of(kind))
+            self.fail(f"{_TITLES[kind]} is a JSON object with the keys {keys}, got {value!r:.60}")
+
+    def check_list(self, value: Any, member: Any, path: str) -> None:
+        if not isinstance(value, list):
+            self.fail(f"{path} is {value!r:.60}, expected a list; leave units out to cut anew")
+
+    def fail_unknown(self, kind: Any, path: str, key: str, known: list[str]) -> NoReturn:
+        self.fail(f"{_TITLES[kind]} has no key {key!r}{nearest(key, sorted(known))}")
+
+    def fail_missing(self, kind: Any, path: str, missing: list[str], table: Any) -> NoReturn:
+        self.fail(f"{_TITLES[kind]} needs {missing}; got only {sorted(table)}")
+
+    def fail(self, text: str) -> NoReturn:
+        raise ValueError(text)
 
 
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{what} is {value!r:.60}, expected a list; leave units out to cut anew")
-    return value
-
-
-def _read_unit(unit: Any) -> UnitSpec:
-    keys = tuple(field.name for field in dataclasses.fields(UnitSpec))
-    _check_keys(unit, "a unit", keys, ("name", "modules", "parameters"))
-    parameters = []
-    for p in _list(unit["parameters"], "a unit's parameters"):
-        keys = tuple(field.name for field in dataclasses.fields(ParameterSpec))
-        _check_keys(p, "a unit's parameter", keys, keys)
-        shape = tuple(_list(p["shape"], "a parameter's shape"))
-        parameters.append(ParameterSpec(p["name"], shape, p["dtype"], p["trainable"]))
-    modules = tuple(_list(unit["modules"], "modules"))
-    return UnitSpec(unit["name"], modules, tuple(parameters), unit.get("whole", False))
+_TITLES = {Plan: "a Plan", Cut: "cut", UnitSpec: "a unit", ParameterSpec: "a unit's parameter"}
 
 
 def _shape_of(mesh: DeviceMesh) -> int | tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.description.parameters import UnitSpec
 from shardwise.planning.rows import lay_out
-from shardwise.planning.units import UnitSpec
 
 if TYPE_CHECKING:
     from shardwise.planning.plan import Plan

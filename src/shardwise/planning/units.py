@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
+from shardwise.description.parameters import ParameterSpec, UnitSpec, places
 from shardwise.planning.buckets import group_by_bytes
 
 MIB = 2**20
@@ -20,36 +19,6 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 DEFAULT_RUN_BYTES = 32 * MIB
 # Gradients that are all-reduced travel in buckets of this size: DDP's own default.
 BUCKET_BYTES = 25 * MIB
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """One parameter of a unit: its (first) name and what is needed to count its bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool = True
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * getattr(torch, self.dtype).itemsize
-
-
-@dataclass(frozen=True)
-class UnitSpec:
-    """One unit: the modules whose forward needs it, and its parameters. The root unit has the
-    module ''. One that is `whole` is kept so by every rank, as all are in ddp.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    parameters: tuple[ParameterSpec, ...]
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,17 +168,22 @@ def cut_buckets(model: nn.Module, group: str, bucket_bytes: int) -> tuple[UnitSp
     them.
     """
     specs = [_spec_of(names, parameter) for names, parameter in places(model)]
-    if group == "parameter":
-        groups = [[spec] for spec in specs]
-    elif group == "all":
-        groups = [specs] if specs else []
-    else:
-        groups = _buckets(specs, bucket_bytes)
     units: list[UnitSpec] = []
-    for i, members in enumerate(groups):
+    for i, members in enumerate(group_parameters(specs, group, bucket_bytes)):
         label = members[0].name if len(members) == 1 else f"bucket{i}"
         units += _split_by_dtype(label, ("",), members)
     return tuple(units)
+
+
+def group_parameters(
+    specs: list[ParameterSpec], group: str, bucket_bytes: int
+) -> list[list[ParameterSpec]]:
+    """As a row of `strategies.REDUCES` says: each parameter alone, all in one, or in buckets."""
+    if group == "parameter":
+        return [[spec] for spec in specs]
+    if group == "all":
+        return [specs] if specs else []
+    return _buckets(specs, bucket_bytes)
 
 
 def _buckets(specs: list[ParameterSpec], nbytes: int) -> list[list[ParameterSpec]]:
@@ -221,17 +195,6 @@ def _buckets(specs: list[ParameterSpec], nbytes: int) -> list[list[ParameterSpec
 def _spec_of(names: list[str], parameter: nn.Parameter) -> ParameterSpec:
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ParameterSpec(names[0], tuple(parameter.shape), dtype, parameter.requires_grad)
-
-
-def places(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
-    """Every distinct parameter once, with all its names (a tied parameter has several)."""
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        parameters[id(parameter)] = parameter
-    for key, parameter in parameters.items():
-        yield names[key], parameter
 
 
 def _find_runs(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> list[Run]:
@@ -348,7 +311,7 @@ def _split_by_dtype(
             name if len(dtypes) == 1 else f"{name}[{dtype}]",
             modules,
             tuple(spec for spec in parameters if spec.dtype == dtype),
-            whole,
+            whole=whole,
         )
         for dtype in dtypes
     ]

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.description.grouping import UnitFacts, group
-from shardwise.description.model import ModelDescription, ParameterFact
+from shardwise.description.model import ModelDescription
 from shardwise.description.preset import load_preset
-from shardwise.description.trace import Trace, TraceOptions, trace_module
+from shardwise.description.tracing.meta_copy import copy_to_meta
+from shardwise.description.tracing.segments import describe_by
+from shardwise.description.tracing.trace import ModelTrace, TraceOptions, trace_module
 from shardwise.description.workload import CHECKPOINTS, Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
-from shardwise.planning.units import Cut, UnitSpec, cut_units
+from shardwise.planning.units import Cut, cut_units
 
 Inputs = Workload | Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -68,7 +69,8 @@ def describe(
         checkpoint=checkpoint,
         compute_dtype=resolved.compute_dtype,
     )
-    return describe_trace(trace, resolved, name or type(model).__name__)
+    described = describe_trace(trace, resolved, name or type(model).__name__)
+    return dataclasses.replace(described, outline=copy_to_meta(model))
 
 
 def trace_model(
@@ -80,8 +82,8 @@ def trace_model(
     autocast: str | None = None,
     checkpoint: str | Sequence[str] | None = None,
     compute_dtype: str | None = None,
-) -> Trace:
-    """Trace one micro-batch; see `describe` for the arguments."""
+) -> ModelTrace:
+    """ModelTrace one micro-batch; see `describe` for the arguments."""
     args, kwargs = _as_arguments(model, inputs)
     if isinstance(inputs, Workload):
         autocast = autocast or inputs.autocast
@@ -99,47 +101,72 @@ def trace_model(
     return trace_module(model, args, kwargs, loss=loss, options=options)
 
 
-def describe_trace(trace: Trace, plan: Plan, name: str = "model") -> ModelDescription:
+def describe_trace(trace: ModelTrace, plan: Plan, name: str = "model") -> ModelDescription:
     """Describe a traced model by the units of a resolved Plan."""
-    return group(trace, [_unit_facts(unit) for unit in plan.require_units()], name)
+    return describe_by(plan.require_units(), trace, name)
+
+
+class TracedModel:
+    """A module, traced once for each micro-batch size, checkpointing and dtype. `inputs` gives its
+    arguments for a workload; None: tokens.
+    """
+
+    compute_dtype: str | None = None  # any
+
+    def __init__(
+        self, model: nn.Module, name: str, inputs: Callable[[Workload], Any] | None = None
+    ) -> None:
+        self.model, self.name, self._inputs = model, name, inputs
+        self._traces: dict[tuple[Any, ...], ModelTrace] = {}
+        self._described: dict[tuple[Any, ...], ModelDescription] = {}
+
+    def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
+        """The Plan resolved, and the description of one micro-batch by it."""
+        resolved = plan.resolve(self.model)
+        traced = (
+            workload.sequence,
+            workload.micro_batch,
+            workload.autocast,
+            workload.checkpoint,
+            plan.compute_dtype,
+        )
+        if traced not in self._traces:
+            self._traces[traced] = trace_model(
+                self.model,
+                workload if self._inputs is None else self._inputs(workload),
+                autocast=workload.autocast,
+                checkpoint=workload.checkpoint,
+                compute_dtype=plan.compute_dtype,
+            )
+        apart = any(unit.whole for unit in resolved.require_units())
+        by = by_modules(plan, self.model) if apart else resolved
+        key = (traced, by.units)
+        if key not in self._described:
+            self._described[key] = describe_trace(self._traces[traced], by, self.name)
+        return resolved, self._described[key]
+
+
+def traced_preset(name: str, context: int) -> TracedModel:
+    """A preset model for sequences of up to `context` tokens."""
+    preset = load_preset(name)
+    return TracedModel(preset.build(context), name, preset.inputs)
 
 
 def describe_preset(
-    name: str,
-    workload: Workload,
-    plan: Plan | Cut | Any = None,
-    *,
-    device: str = "cuda",
-    sequences: int | None = None,
+    name: str, workload: Workload, plan: Plan | Cut | Any = None, *, sequences: int | None = None
 ) -> ModelDescription:
     """As `describe`, of a preset model; `sequences` is the micro-batch where the workload's differ.
 
-    The last few traces are kept, so that many Plans of one workload are quick.
+    The last few models are kept with their traces, so that many Plans of one workload are quick.
     """
-    resolved = by_modules(_as_plan(plan), _build_preset(name, workload.sequence))
-    # The trace depends on these fields only.
-    shape = dataclasses.replace(workload, micro_batches=1, optimizer="adamw", sizes=None)
     if sequences is not None:
-        shape = dataclasses.replace(shape, micro_batch=sequences)
-    trace = _trace_preset(name, shape, device, resolved.compute_dtype)
-    return describe_trace(trace, resolved, name)
+        workload = dataclasses.replace(workload, micro_batch=sequences, sizes=None)
+    model = _recent_preset(name, workload.sequence)
+    _, described = model.at(_as_plan(plan), workload)
+    return dataclasses.replace(described, outline=model.model)
 
 
-@lru_cache(maxsize=4)
-def _build_preset(name: str, context: int) -> nn.Module:
-    return load_preset(name).build(context)
-
-
-@lru_cache(maxsize=8)
-def _trace_preset(name: str, workload: Workload, device: str, compute_dtype: str | None) -> Trace:
-    return trace_model(
-        _build_preset(name, workload.sequence),
-        load_preset(name).inputs(workload),
-        device=device,
-        autocast=workload.autocast,
-        checkpoint=workload.checkpoint,
-        compute_dtype=compute_dtype,
-    )
+_recent_preset = lru_cache(maxsize=4)(traced_preset)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -159,14 +186,6 @@ def by_modules(plan: Plan, model: nn.Module) -> Plan:
     if plan.whole or plan.whole_below:
         plan = dataclasses.replace(plan, whole=(), whole_below=0, units=None)
     return plan.resolve(model)
-
-
-def _unit_facts(unit: UnitSpec) -> UnitFacts:
-    return UnitFacts(
-        unit.name,
-        unit.modules,
-        tuple(ParameterFact(p.name, p.shape, p.dtype, p.trainable) for p in unit.parameters),
-    )
 
 
 def _checkpointed(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.description.collectives import Members
-from shardwise.description.model import KernelFact, ModelDescription, Pass, Segment
+from shardwise.description.model import KernelFact, ModelDescription, Pass, UnitSegment
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
@@ -204,7 +204,7 @@ class Work:
     Plan's units that each one uses.
     """
 
-    segments: tuple[tuple[str, Segment], ...]
+    segments: tuple[tuple[str, UnitSegment], ...]
     uses: tuple[tuple[int, ...], ...]  # of each segment
     # For each segment: gradient bytes that its backward leaves, by unit of the Plan; and the units of
     # which some trained parameter gets no gradient.

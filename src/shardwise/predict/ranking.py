@@ -9,13 +9,19 @@ from typing import Any
 
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
-from shardwise.timeline import Breakdown
+from shardwise.timeline import Breakdown, Timeline
 
 GB = 1e9
 # Peaks are predicted to within 3 % (docs/accuracy.md): a plan must fit with that much to spare.
 MEMORY_MARGIN = 0.03
 WORTH = 0.003  # a setting that saves less than this share of the step is left at its default
 MIB = 2**20
+
+
+def title_of(plan: Plan, workload: Workload) -> str:
+    work = f"{workload.micro_batches} x {workload.micro_batch} sequences"
+    again = ", recomputing" if workload.checkpoint != "none" else ""
+    return f"{plan.title} on {plan.replicate}x{plan.shard}, {work}{again}"
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,18 @@ class Candidate:
     limit_bytes: float
     breakdown: Breakdown
     tokens_per_s: float
-    by_role: dict[str, int]
+
+    @classmethod
+    def of(cls, plan: Plan, workload: Workload, timeline: Timeline, limit: float) -> Candidate:
+        return cls(
+            plan,
+            workload,
+            timeline.step_ms,
+            timeline.peak().total,
+            limit,
+            timeline.breakdown(),
+            workload.tokens_per_step(plan.world, plan.replicate) / (timeline.step_ms / 1e3),
+        )
 
     @property
     def exposed_ms(self) -> float:
@@ -41,10 +58,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        mesh = f"{self.plan.replicate}x{self.plan.shard}"
-        work = f"{self.workload.micro_batches} x {self.workload.micro_batch} sequences"
-        again = ", recomputing" if self.workload.checkpoint != "none" else ""
-        return f"{self.plan.title} on {mesh}, {work}{again}"
+        return title_of(self.plan, self.workload)
 
     def settings(self) -> dict[str, Any]:
         """The Plan's settings that are not the defaults."""

@@ -24,10 +24,18 @@ from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.models import Source, as_source
 from shardwise.predict.program import works_of
-from shardwise.predict.ranking import GB, MEMORY_MARGIN, MIB, WORTH, Candidate, Ranking, Rejected
+from shardwise.predict.ranking import (
+    GB,
+    MEMORY_MARGIN,
+    MIB,
+    WORTH,
+    Candidate,
+    Ranking,
+    Rejected,
+    title_of,
+)
 from shardwise.predict.simulate import simulate
 from shardwise.predict.step import EngineStep, StepOptions
-from shardwise.timeline import Breakdown, Timeline
 
 
 def search(
@@ -168,16 +176,13 @@ class _Search:
             return self.found.get(key)
         resolved, description = self.source.at(plan, workload)
         peak = self._peak(resolved, description, workload)
-        candidate_title = Candidate(
-            resolved, workload, 0.0, peak, self.limit, _NOTHING, 0.0, {}
-        ).title
         if peak * (1 + MEMORY_MARGIN) > self.limit:
-            self.rejected[key] = Rejected(candidate_title, plan.title, peak)
+            self.rejected[key] = Rejected(title_of(plan, workload), plan.title, peak)
             return None
         timeline = simulate(
             resolved, description, self.cluster, workload, costs=self.costs, options=self.options
         )
-        self.found[key] = self._candidate(resolved, workload, timeline)
+        self.found[key] = Candidate.of(resolved, workload, timeline, self.limit)
         return self.found[key]
 
     def _peak(self, plan: Plan, description: ModelDescription, workload: Workload) -> int:
@@ -190,20 +195,6 @@ class _Search:
         return max(
             EngineStep(plan, works, self.costs, workload, self.options, held).build(s).peak()
             for s in sizes
-        )
-
-    def _candidate(self, plan: Plan, workload: Workload, timeline: Timeline) -> Candidate:
-        peak = timeline.peak()
-        tokens = workload.tokens_per_step(plan.world, plan.replicate)
-        return Candidate(
-            plan,
-            workload,
-            timeline.step_ms,
-            peak.total,
-            self.limit,
-            timeline.breakdown(),
-            tokens / (timeline.step_ms / 1e3),
-            dict(peak.by_role),
         )
 
     def refine(self, candidate: Candidate) -> None:
@@ -224,18 +215,13 @@ class _Search:
                     continue
                 if tried.step_ms < best.step_ms * (1 - WORTH):
                     best = tried
-                else:
-                    self._forget(plan, best.workload)
-
-    def _forget(self, plan: Plan, workload: Workload) -> None:
-        """A setting that is not worth it does not belong in the ranking."""
-        del self.found[plan, workload]
-        self.dropped += 1
+                else:  # not worth it, so it does not belong in the ranking
+                    del self.found[plan, best.workload]
+                    self.dropped += 1
 
     def _settings(self, candidate: Candidate) -> list[tuple[str, tuple[Any, ...]]]:
-        plan, largest = candidate.plan, max(
-            sum(p.nbytes for p in unit.parameters) for unit in candidate.plan.require_units()
-        )  # fmt: skip
+        plan = candidate.plan
+        largest = max(unit.parameter_bytes for unit in plan.require_units())
         settings: list[tuple[str, tuple[Any, ...]]] = []
         if candidate.workload.micro_batches > 1:
             delayed = ("scatter_each_reduce_last",) if plan.replicate > 1 else ()
@@ -251,16 +237,10 @@ class _Search:
         settings.append(("reduce_depth", (2, 4)))
         return settings
 
-    def _sorted(self) -> list[Candidate]:
-        return sorted(self.found.values(), key=lambda c: (c.step_ms, c.peak_bytes))
-
     def ranking(self) -> Ranking:
         return Ranking(
-            tuple(self._sorted()),
+            tuple(sorted(self.found.values(), key=lambda c: (c.step_ms, c.peak_bytes))),
             tuple(self.rejected.values()),
             self.limit,
             len(self.found) + len(self.rejected) + self.dropped,
         )
-
-
-_NOTHING = Breakdown(0, 0, 0, 0, 0, 0, 0)

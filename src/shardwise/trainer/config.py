@@ -4,17 +4,35 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NoReturn, get_origin
 
+from shardwise.checked import (
+    ABOVE_0,
+    Bound,
+    OneOrMore,
+    Reader,
+    at_least,
+    out_of_bounds,
+    read_text,
+    type_name,
+    write_key,
+    write_value,
+)
 from shardwise.errors import UserError, nearest
 from shardwise.trainer.sizes import SIZES, CheckpointKind, Size, size_named
-from shardwise.trainer.toml import Text, build_section, convert, key, parse_text, write_section
+
+ZeroOrMore = Annotated[int, at_least(0)]
+Beta = Annotated[float, Bound("at least 0 and below 1", lambda n: 0 <= n < 1)]
 
 
-def _require(holds: bool, where: str, expected: str, got: Any) -> None:
-    if not holds:
-        raise UserError(f"{where} must be {expected}, got {got!r}")
+def key(default: Any, help: str) -> Any:
+    """Declare one key of a section: its default and what it means."""
+    return field(default=default, metadata={"help": help})
+
+
+def _check(section: str, values: Any) -> None:
+    for name, value, expected in out_of_bounds(values):
+        raise UserError(f"{section}.{name} must be {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -45,14 +63,12 @@ class ModelConfig:
 class DataConfig:
     path: str = key("", "text, .npy or .bin token file; empty: the built-in grammar")
     token_dtype: Literal["uint16", "uint32"] = key("uint16", "type of the ids of a .bin file")
-    batch: int = key(8, "sequences per rank and micro-batch")
-    seq: int = key(128, "tokens per sequence")
-    seed: int = key(0, "of the grammar and of the order of the data")
+    batch: OneOrMore = key(8, "sequences per rank and micro-batch")
+    seq: OneOrMore = key(128, "tokens per sequence")
+    seed: ZeroOrMore = key(0, "of the grammar and of the order of the data")
 
     def __post_init__(self) -> None:
-        _require(self.batch >= 1, "data.batch", "at least 1", self.batch)
-        _require(self.seq >= 1, "data.seq", "at least 1", self.seq)
-        _require(self.seed >= 0, "data.seed", "at least 0", self.seed)
+        _check("data", self)
 
 
 @dataclass(frozen=True)
@@ -73,62 +89,48 @@ class PlanConfig:
     def is_file(self) -> bool:
         return self.strategy.endswith(".json")
 
-    @classmethod
-    def build(cls, values: Mapping[str, Any]) -> "PlanConfig":
-        settings = dict(values)
-        strategy = convert(settings.pop("strategy", cls.strategy), str, "plan.strategy")
-        for name, value in settings.items():
-            if isinstance(value, Text):
-                settings[name] = parse_text(value)
-        return cls(strategy, settings)
-
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = key(3e-3, "peak learning rate of AdamW")
-    warmup: int = key(10, "steps of linear warm-up, then a cosine")
-    min_lr_ratio: float = key(0.1, "the cosine ends at this share of lr")
-    beta1: float = key(0.9, "of AdamW")
-    beta2: float = key(0.95, "of AdamW")
-    eps: float = key(1e-8, "of AdamW")
-    weight_decay: float = key(0.01, "of AdamW")
-    clip: float = key(1.0, "largest gradient norm; 0 turns clipping off")
-    nonfinite: str = key("error", "a gradient norm of NaN or Inf: error, or skip the step")
+    lr: Annotated[float, ABOVE_0] = key(3e-3, "peak learning rate of AdamW")
+    warmup: ZeroOrMore = key(10, "steps of linear warm-up, then a cosine")
+    min_lr_ratio: Annotated[float, Bound("between 0 and 1", lambda n: 0 <= n <= 1)] = key(
+        0.1, "the cosine ends at this share of lr"
+    )
+    beta1: Beta = key(0.9, "of AdamW")
+    beta2: Beta = key(0.95, "of AdamW")
+    eps: Annotated[float, ABOVE_0] = key(1e-8, "of AdamW")
+    weight_decay: Annotated[float, at_least(0)] = key(0.01, "of AdamW")
+    clip: Annotated[float, at_least(0)] = key(1.0, "largest gradient norm; 0 turns clipping off")
+    nonfinite: Annotated[str, Bound("error or skip", lambda way: way in ("error", "skip"))] = key(
+        "error", "a gradient norm of NaN or Inf: error, or skip the step"
+    )
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "optim.lr", "above 0", self.lr)
-        _require(self.warmup >= 0, "optim.warmup", "at least 0", self.warmup)
-        ratio = self.min_lr_ratio
-        _require(0 <= ratio <= 1, "optim.min_lr_ratio", "between 0 and 1", ratio)
-        for name in ("beta1", "beta2"):
-            beta = getattr(self, name)
-            _require(0 <= beta < 1, f"optim.{name}", "at least 0 and below 1", beta)
-        _require(self.eps > 0, "optim.eps", "above 0", self.eps)
-        _require(self.weight_decay >= 0, "optim.weight_decay", "at least 0", self.weight_decay)
-        _require(self.clip >= 0, "optim.clip", "at least 0", self.clip)
-        choices = ("error", "skip")
-        _require(self.nonfinite in choices, "optim.nonfinite", "error or skip", self.nonfinite)
+        _check("optim", self)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    steps: int = key(60, "optimizer steps")
-    micro_batches: int = key(1, "forward and backward passes per step")
-    nproc: int = key(1, "ranks to start on this machine; under torchrun leave it at 1")
-    out: str = key("run", "directory of the run's files")
-    seed: int = key(0, "of the model's weights")
+    steps: OneOrMore = key(60, "optimizer steps")
+    micro_batches: OneOrMore = key(1, "forward and backward passes per step")
+    nproc: OneOrMore = key(1, "ranks to start on this machine; under torchrun leave it at 1")
+    out: Annotated[str, Bound("the path of a directory", bool)] = key(
+        "run", "directory of the run's files"
+    )
+    seed: ZeroOrMore = key(0, "of the model's weights")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one")
     backend: str = key("", "of torch.distributed; empty: gloo on cpu, nccl on cuda")
-    log_every: int = key(1, "steps between two rows of metrics.jsonl")
+    log_every: OneOrMore = key(1, "steps between two rows of metrics.jsonl")
     profile: int = key(0, "steps to profile, after some to warm up; 0: none")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches", "nproc", "log_every"):
-            _require(getattr(self, name) >= 1, f"run.{name}", "at least 1", getattr(self, name))
-        _require(self.seed >= 0, "run.seed", "at least 0", self.seed)
-        few = f"at least 0 and below run.steps ({self.steps}), as one step warms up"
-        _require(0 <= self.profile < self.steps, "run.profile", few, self.profile)
-        _require(bool(self.out), "run.out", "the path of a directory", self.out)
+        _check("run", self)
+        if not 0 <= self.profile < self.steps:
+            raise UserError(
+                f"run.profile must be at least 0 and below run.steps ({self.steps}), as one step "
+                f"warms up, got {self.profile!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,17 +144,7 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
         """Build the configuration from tables of keys; what is absent takes its default."""
-        for name, section in values.items():
-            if name not in SECTIONS:
-                raise UserError(f"unknown section [{name}]{nearest(name, SECTIONS)}")
-            convert(section, dict, name)
-        return cls(
-            model=build_section(ModelConfig, values.get("model", {}), "model"),
-            data=build_section(DataConfig, values.get("data", {}), "data"),
-            plan=PlanConfig.build(values.get("plan", {})),
-            optim=build_section(OptimConfig, values.get("optim", {}), "optim"),
-            run=build_section(RunConfig, values.get("run", {}), "run"),
-        )
+        return _ConfigReader().read(cls, values)
 
     @classmethod
     def from_toml(cls, text: str) -> "TrainConfig":
@@ -161,31 +153,79 @@ class TrainConfig:
 
     def to_toml(self) -> str:
         """Write every key, each with its meaning; reads back to an equal configuration."""
-        return "\n".join(
-            write_section(name, getattr(self, name), self.plan.settings if name == "plan" else {})
-            for name in SECTIONS
-        )
+        lines: list[str] = []
+        for name in SECTIONS:
+            section = getattr(self, name)
+            lines += [f"[{name}]"] if name == SECTIONS[0] else ["", f"[{name}]"]
+            for item in _keys_with_help(section):
+                value = getattr(section, item.name)
+                if value is not None:
+                    lines.append(f"{item.name} = {write_value(value)}  # {item.metadata['help']}")
+            if section is self.plan:
+                pairs = self.plan.settings.items()
+                lines += [f"{write_key(name)} = {write_value(value)}" for name, value in pairs]
+        return "\n".join(lines) + "\n"
 
 
 SECTIONS = tuple(section.name for section in dataclasses.fields(TrainConfig))
+
+
+def _keys_with_help(section: Any) -> list[dataclasses.Field[Any]]:
+    return [item for item in dataclasses.fields(section) if "help" in item.metadata]
+
+
+class Text(str):
+    """A value from the command line, whose type is decided by the key it is given to."""
+
+    def parse(self) -> Any:
+        """Read as TOML, or as a plain string where it is not TOML."""
+        try:
+            return tomllib.loads(f"value = {self}")["value"]
+        except tomllib.TOMLDecodeError:
+            return str(self)
+
+
+class _ConfigReader(Reader):
+    def convert(self, value: Any, kind: Any, path: str) -> Any:
+        if kind is not PlanConfig:
+            return super().convert(value, kind, path)
+        self.check_table(value, kind, path)
+        settings = {n: v.parse() if isinstance(v, Text) else v for n, v in value.items()}
+        settings.pop("strategy", None)
+        strategy = self.scalar(value.get("strategy", PlanConfig.strategy), str, "plan.strategy")
+        return PlanConfig(strategy, settings)
+
+    def scalar(self, value: Any, kind: Any, path: str) -> Any:
+        if isinstance(value, Text):
+            parsed = value.parse()
+            textual = kind is str or get_origin(kind) is Literal
+            value = str(value) if textual and not isinstance(parsed, str) else parsed
+        return super().scalar(value, kind, path)
+
+    def show(self, value: Any) -> str:
+        return f"{type_name(value)} {value!r}"
+
+    def fail_unknown(self, kind: Any, path: str, key: str, known: list[str]) -> NoReturn:
+        if path:
+            super().fail_unknown(kind, path, key, known)
+        self.fail(f"unknown section [{key}]{nearest(key, known)}")
 
 
 def load_config(path: str | None, assignments: Iterable[tuple[str, str]]) -> TrainConfig:
     """Read the TOML file, if any, then apply the assignments ("a.b", "value") in their order."""
     values: dict[str, Any] = {}
     if path is not None:
+        text = read_text(path, "configuration")
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"cannot read configuration {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
             raise UserError(f"configuration {path} is not valid TOML: {error}") from error
     for name, text in assignments:
         section, dot, key_name = name.partition(".")
         if not (dot and key_name):
             raise UserError(f"--set {name}={text}: expected SECTION.KEY=VALUE, as run.steps=100")
         table = values.setdefault(section, {})
-        convert(table, dict, section)
+        _ConfigReader().check_table(table, None, section)
         table[key_name] = Text(text)
     return TrainConfig.from_dict(values)
 
@@ -194,10 +234,9 @@ def describe_keys() -> str:
     """List every key with its default and meaning, for `--help`."""
     lines = []
     for name, section in ((name, getattr(TrainConfig(), name)) for name in SECTIONS):
-        for item in dataclasses.fields(section):
-            if "help" in item.metadata:
-                default = getattr(section, item.name)
-                shown = "" if default is None else f" ({default!r})"
-                lines.append(f"  {f'{name}.{item.name}':<20}{item.metadata['help']}{shown}")
+        for item in _keys_with_help(section):
+            default = getattr(section, item.name)
+            shown = "" if default is None else f" ({default!r})"
+            lines.append(f"  {f'{name}.{item.name}':<20}{item.metadata['help']}{shown}")
     lines.append(f"  {'plan.KEY':<20}any setting of a Plan: mesh=2x2, compute_dtype=bfloat16, ...")
     return "\n".join(lines)

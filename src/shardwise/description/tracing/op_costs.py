@@ -6,6 +6,7 @@ memory it reads and writes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +36,7 @@ _FREE_OPS = {
 }
 # Read a few rows of a large table: the table's size does not count.
 _LOOKUPS = {"aten::embedding", "aten::index", "aten::gather", "aten::index_select"}
+_COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}  # not tagged as pointwise
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,22 +56,16 @@ def cost_of(
         return None
     formula = _FORMULAS.get(name)
     if formula is not None:
-        return formula(_bind(op, args, kwargs), outputs, short_name(name))
-    read = 0 if name in _LOOKUPS else sum(_bytes(t) for t in inputs)
-    if name in _LOOKUPS:
-        read = sum(_bytes(t) for t in outputs) + sum(_bytes(t) for t in inputs[1:])
-    pointwise = torch.Tag.pointwise in op.tags or name in ("aten::copy_", "aten::_to_copy")
+        return formula(_bind(op, args, kwargs), outputs, name.partition("::")[2])
+    read = [*outputs, *inputs[1:]] if name in _LOOKUPS else inputs
+    pointwise = torch.Tag.pointwise in op.tags or name in _COPIES
     return KernelFact(
-        kind="elementwise" if pointwise or name == "aten::clone" else "other",
+        kind="elementwise" if pointwise else "other",
         flops=0.0,
-        bytes=float(read + sum(_bytes(t) for t in outputs)),
+        bytes=float(sum(_bytes(t) for t in (*read, *outputs))),
         dtype=dtype_name((outputs or inputs)[0].dtype),
-        op=short_name(name),
+        op=name.partition("::")[2],
     )
-
-
-def short_name(name: str) -> str:
-    return name.partition("::")[2]
 
 
 def _is_view(op: Any) -> bool:
@@ -146,15 +142,8 @@ def _as_product(
     rows = image.shape[0] * math.prod(image.shape[2:])
     filters, width = weight.shape[0], math.prod(weight.shape[1:])
     once = matmul_kernel(rows, max(1, filters // groups), width, dtype, batch=groups, op=op)
-    return KernelFact(
-        kind="matmul",
-        flops=once.flops * max(1, times),
-        bytes=once.bytes * max(1, times),
-        dtype=once.dtype,
-        shape=once.shape,
-        batch=once.batch,
-        op=op,
-    )
+    times = max(1, times)
+    return dataclasses.replace(once, flops=once.flops * times, bytes=once.bytes * times)
 
 
 def attention_kernel(

@@ -1,8 +1,8 @@
-"""Answers of operators on the meta device, remembered.
+"""Results of operators on the meta device, remembered.
 
-A model repeats its blocks, so an operator is asked the same question many times, and torch's own
-answer (in Python, for most operators) is what a trace spends its time on. Only operators that give
-new tensors are remembered: no views, nothing in place.
+A model repeats its blocks, so an operator gets the same arguments many times, and running it (in
+Python, for most operators on the meta device) is what a trace spends its time on. Only operators
+that give new tensors are remembered: no views, nothing in place.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.description.model import KernelFact
-from shardwise.description.op_costs import cost_of
+from shardwise.description.tracing.op_costs import cost_of
 
 _Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-class Answers:
+class KnownResults:
     """Runs operators; gives the result and the kernel behind it."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Answers:
 
 
 def _freeze(value: Any) -> Any:
-    """What the answer depends on."""
+    """What the result depends on."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError("a tensor with values")

@@ -1,4 +1,4 @@
-"""From a trace to a description: which unit each event belongs to, and the sums for each."""
+"""From a trace to a description: the segments of units that events belong to, and their sums."""
 
 from __future__ import annotations
 
@@ -8,26 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.description.model import (
-    KernelFact,
     ModelDescription,
-    ParameterFact,
     Pass,
-    Segment,
     UnitDescription,
+    UnitSegment,
 )
-from shardwise.description.trace import Event, Trace
+from shardwise.description.parameters import UnitSpec
+from shardwise.description.tracing.trace import ModelTrace, TraceEvent
 
 
-@dataclass(frozen=True)
-class UnitFacts:
-    """A unit as its Plan names it: the modules whose forward needs it, and its parameters."""
-
-    name: str
-    modules: tuple[str, ...]
-    parameters: tuple[ParameterFact, ...]
-
-
-def group(trace: Trace, units: Sequence[UnitFacts], name: str = "model") -> ModelDescription:
+def describe_by(units: Sequence[UnitSpec], trace: ModelTrace, name: str) -> ModelDescription:
     """Describe a traced model by these units.
 
     Every forward event goes to a unit: the deepest running module that is a unit's own decides,
@@ -35,14 +25,13 @@ def group(trace: Trace, units: Sequence[UnitFacts], name: str = "model") -> Mode
     the output projection). Runs of one unit are its segments. A backward event goes to the segment
     of the forward event it goes back to, and never back up the order.
     """
-    places = _Places(trace, units)
-    segments = _cut_forward(trace.events, places)
-    _assign_backward(trace.events, places, segments)
-    _follow_memory(trace, segments)
-    _count_saved(trace, segments)
-    built: dict[int, list[Segment]] = {i: [] for i in range(len(units))}
-    for position, draft in enumerate(segments):
-        built[draft.unit].append(_finish(position, draft, trace, places))
+    owners = _Owners(trace, units)
+    drafts = _cut_forward(trace.events, owners)
+    _assign_backward(trace.events, owners, drafts)
+    _count_saved(trace, drafts)
+    built: dict[int, list[UnitSegment]] = {i: [] for i in range(len(units))}
+    for position, draft in enumerate(drafts):
+        built[draft.unit].append(_finish(position, draft, trace, owners))
     return ModelDescription(
         name=name,
         units=tuple(
@@ -52,8 +41,7 @@ def group(trace: Trace, units: Sequence[UnitFacts], name: str = "model") -> Mode
         input_bytes=trace.input_bytes,
         buffer_bytes=trace.buffer_bytes,
         tied=trace.tied,
-        notes=trace.notes,
-        outline=trace.outline,
+        without_gradient=trace.without_gradient,
     )
 
 
@@ -66,25 +54,20 @@ class _Draft:
     recompute: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
     saved: int = 0
-    # Per phase: activation bytes at the start, the peak above it, and the change.
-    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class _Places:
+class _Owners:
     """Which unit the modules on a stack belong to."""
 
-    def __init__(self, trace: Trace, units: Sequence[UnitFacts]) -> None:
+    def __init__(self, trace: ModelTrace, units: Sequence[UnitSpec]) -> None:
         if not units:
             raise ValueError("a description needs at least one unit")
-        self._owners = trace.owners
+        self._parameters_in = trace.owners
+        self._of_parameter = {p.name: i for i, unit in enumerate(units) for p in unit.parameters}
         self._of_module: dict[str, int] = {}
-        self._of_parameter: dict[str, int] = {}
         for i, unit in enumerate(units):
-            for module in unit.modules:
-                if module:
-                    self._of_module.setdefault(module, i)
-            for parameter in unit.parameters:
-                self._of_parameter[parameter.name] = i
+            for module in filter(None, unit.modules):
+                self._of_module.setdefault(module, i)
         self._found: dict[tuple[str, ...], int | None] = {}
 
     def find(self, stack: tuple[str, ...]) -> int | None:
@@ -97,7 +80,7 @@ class _Places:
             if name in self._of_module:
                 return self._of_module[name]
         for name in reversed(stack):
-            for parameter in self._owners.get(name, ()):
+            for parameter in self._parameters_in.get(name, ()):
                 if parameter in self._of_parameter:
                     return self._of_parameter[parameter]
         return None
@@ -107,13 +90,13 @@ class _Places:
         return self.find(stack) == unit and self.find(stack[:-1]) != unit
 
 
-def _cut_forward(events: Sequence[Event], places: _Places) -> list[_Draft]:
+def _cut_forward(events: Sequence[TraceEvent], owners: _Owners) -> list[_Draft]:
     segments: list[_Draft] = []
     early: list[int] = []  # before any unit has run: they go to the first that does
     for index, event in enumerate(events):
         if event.phase != "forward":
             continue
-        unit = places.find(event.stack)
+        unit = owners.find(event.stack)
         if unit is None or event.what == "free":
             (segments[-1].forward if segments else early).append(index)
         elif segments and segments[-1].unit == unit:
@@ -124,7 +107,7 @@ def _cut_forward(events: Sequence[Event], places: _Places) -> list[_Draft]:
     return segments or [_Draft(0, early)]
 
 
-def _take_saves(indices: list[int], events: Sequence[Event]) -> list[int]:
+def _take_saves(indices: list[int], events: Sequence[TraceEvent]) -> list[int]:
     """Take from the last segment what was kept outside of any module, just before another unit
     begins, of what the last segment made: checkpointing keeps the next unit's input there. (The
     reentrant kind keeps it after the unit has run; that is right where it is.)
@@ -140,7 +123,7 @@ def _take_saves(indices: list[int], events: Sequence[Event]) -> list[int]:
     return taken
 
 
-def _assign_backward(events: Sequence[Event], places: _Places, segments: list[_Draft]) -> None:
+def _assign_backward(events: Sequence[TraceEvent], owners: _Owners, segments: list[_Draft]) -> None:
     segment_of = [-1] * len(events)
     last_of_unit: dict[int, int] = {}
     for number, draft in enumerate(segments):
@@ -153,7 +136,7 @@ def _assign_backward(events: Sequence[Event], places: _Places, segments: list[_D
             continue
         found = -1
         if event.phase == "recompute":
-            unit = places.find(event.stack)
+            unit = owners.find(event.stack)
             found = last_of_unit.get(unit, -1) if unit is not None else -1
         elif event.origin >= 0:
             found = segment_of[min(event.origin, len(events) - 1)]
@@ -164,45 +147,7 @@ def _assign_backward(events: Sequence[Event], places: _Places, segments: list[_D
         (draft.recompute if event.phase == "recompute" else draft.backward).append(index)
 
 
-def _follow_memory(trace: Trace, segments: list[_Draft]) -> None:
-    """Activation bytes over time, cut at the segments' edges."""
-    outside = trace.inputs | trace.gradients
-    live = 0
-    for draft in segments:
-        live = _follow(trace.events, draft.forward, outside, live, draft, "forward")
-    for draft in reversed(segments):
-        # Operators before the recomputation are few: they count with it.
-        ends = draft.recompute[-1] if draft.recompute else -1
-        early = [i for i in draft.backward if i < ends]
-        again = sorted([*early, *draft.recompute])
-        late = [i for i in draft.backward if i >= ends]
-        live = _follow(trace.events, again, outside, live, draft, "recompute")
-        live = _follow(trace.events, late, outside, live, draft, "backward")
-
-
-def _follow(
-    events: Sequence[Event],
-    indices: list[int],
-    outside: frozenset[int],
-    live: int,
-    draft: _Draft,
-    phase: str,
-) -> int:
-    start = peak = live
-    for index in indices:
-        event = events[index]
-        if event.storage in outside:
-            continue
-        if event.what == "alloc":
-            live += event.nbytes
-            peak = max(peak, live)
-        elif event.what == "free":
-            live -= event.nbytes
-    draft.memory[phase] = (peak - start, live - start)
-    return live
-
-
-def _count_saved(trace: Trace, segments: list[_Draft]) -> None:
+def _count_saved(trace: ModelTrace, segments: list[_Draft]) -> None:
     seen = set(trace.inputs)
     for draft in segments:
         for index in draft.forward:
@@ -212,20 +157,24 @@ def _count_saved(trace: Trace, segments: list[_Draft]) -> None:
                 draft.saved += event.nbytes
 
 
-def _finish(position: int, draft: _Draft, trace: Trace, places: _Places) -> Segment:
+def _finish(position: int, draft: _Draft, trace: ModelTrace, owners: _Owners) -> UnitSegment:
     events = trace.events
     edges = [
         events[i]
         for i in draft.forward
-        if events[i].what in ("enter", "leave") and places.is_edge(events[i].stack, draft.unit)
+        if events[i].what in ("enter", "leave") and owners.is_edge(events[i].stack, draft.unit)
     ]
     entered = [event.nbytes for event in edges if event.what == "enter"]
     left = [event.nbytes for event in edges if event.what == "leave"]
-    return Segment(
+    # Operators of backward before the recomputation are few: their memory counts with it.
+    ends = draft.recompute[-1] if draft.recompute else -1
+    early = [i for i in draft.backward if i < ends]
+    late = [i for i in draft.backward if i >= ends]
+    return UnitSegment(
         position=position,
-        forward=_make_pass(draft, "forward", draft.forward, events),
-        backward=_make_pass(draft, "backward", draft.backward, events),
-        recompute=_make_pass(draft, "recompute", draft.recompute, events),
+        forward=_make_pass(trace, draft.forward, draft.forward),
+        backward=_make_pass(trace, draft.backward, late),
+        recompute=_make_pass(trace, draft.recompute, sorted([*early, *draft.recompute])),
         checkpointed=any(events[i].kernel is not None for i in draft.recompute),
         saved_bytes=draft.saved,
         input_bytes=entered[0] if entered else 0,
@@ -233,12 +182,17 @@ def _finish(position: int, draft: _Draft, trace: Trace, places: _Places) -> Segm
     )
 
 
-def _make_pass(draft: _Draft, phase: str, indices: list[int], events: Sequence[Event]) -> Pass:
-    peak, net = draft.memory[phase]
-    counts: Counter[KernelFact] = Counter()
-    for index in indices:
-        kernel = events[index].kernel
-        if kernel is not None:
-            counts[kernel] += 1
-    kernels = tuple(dataclasses.replace(k, count=count) for k, count in counts.items())
-    return Pass(kernels, peak, net)
+def _make_pass(trace: ModelTrace, computed: list[int], allocated: list[int]) -> Pass:
+    """The kernels of the events `computed`, the activation bytes of the events `allocated`."""
+    kernels = Counter(k for i in computed if (k := trace.events[i].kernel) is not None)
+    live = peak = 0
+    for event in (trace.events[i] for i in allocated):
+        if event.storage in trace.inputs or event.storage in trace.gradients:
+            continue
+        if event.what == "alloc":
+            live += event.nbytes
+            peak = max(peak, live)
+        elif event.what == "free":
+            live -= event.nbytes
+    counted = tuple(dataclasses.replace(k, count=count) for k, count in kernels.items())
+    return Pass(counted, peak, live)

@@ -2,7 +2,7 @@
 
 Nothing is computed and nothing is allocated: the meta device knows shapes only. What is written
 down, in order: every kernel, every storage that comes and goes, every tensor that autograd keeps,
-and in which module each happened. `grouping.py` makes a description of it for any choice of units.
+and in which module each happened. `segments.py` makes a description of it for any choice of units.
 
 A backward operator belongs where its forward was: autograd numbers its nodes as forward makes
 them, so a node's number tells the moment of forward that it came from.
@@ -23,11 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.description.device_kernels import DeviceKernels
 from shardwise.description.model import KernelFact
-from shardwise.description.outline import Outline
-from shardwise.description.replay import Answers
-from shardwise.description.shadow import attach, copy_to_meta, find_owners, input_to_meta
+from shardwise.description.tracing.device_kernels import DeviceKernels
+from shardwise.description.tracing.known_results import KnownResults
+from shardwise.description.tracing.meta_copy import copy_to_meta, find_owners, hook, input_to_meta
 from shardwise.errors import UserError
 
 # torch's private names that tracing needs, all of them here. Both are in 2.11 and 2.13.
@@ -48,7 +47,7 @@ What = Literal["kernel", "alloc", "free", "save", "enter", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """One thing that happened: in which phase, in which modules (outermost first).
 
     origin: of a backward event, the index of the forward (or recompute) event it goes back to.
@@ -66,19 +65,17 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModelTrace:
     """One micro-batch's forward and backward, event by event."""
 
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     gradients: frozenset[int]  # storages that became a parameter's gradient
+    without_gradient: tuple[str, ...]  # trained parameters that got none
     inputs: frozenset[int]  # storages that were there before: parameters, buffers, inputs
     owners: Mapping[str, tuple[str, ...]]  # module name -> first names of its own parameters
     tied: tuple[tuple[str, ...], ...]
     input_bytes: int
     buffer_bytes: int
-    checkpointed: tuple[str, ...]  # modules that ran under checkpointing by request
-    outline: Outline
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,17 +104,14 @@ class TraceOptions:
                 raise ValueError(f"{name} is {value!r}, expected the name of a torch dtype")
 
 
-Loss = Callable[..., Tensor]
-
-
 def trace_module(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    loss: Loss | None = None,
+    loss: Callable[..., Tensor] | None = None,
     options: TraceOptions | None = None,
-) -> Trace:
+) -> ModelTrace:
     """Copy the model to the meta device, run forward, the loss and backward there, and tell.
 
     `loss(model, *args, **kwargs)` gives the scalar to start backward from; without it, it is the
@@ -126,33 +120,25 @@ def trace_module(
     options = options or TraceOptions()
     dtype = getattr(torch, options.compute_dtype) if options.compute_dtype else None
     owners, tied = find_owners(model)
-    shadow = copy_to_meta(model, dtype)
+    copied = copy_to_meta(model, dtype)
     meta_args, meta_kwargs = pytree.tree_map(input_to_meta, (tuple(args), dict(kwargs or {})))
     recorder = Recorder()
-    tensors = [*shadow.parameters(), *shadow.buffers()]
+    tensors = [*copied.parameters(), *copied.buffers()]
     given = [t for t in pytree.tree_leaves((meta_args, meta_kwargs)) if isinstance(t, Tensor)]
     recorder.know([*tensors, *given])
     autocast = getattr(torch, options.autocast) if options.autocast else None
     kernels = DeviceKernels(options.device, autocast, recorder.note_kernel)
-    attach(
-        shadow,
-        recorder,
-        casts=options.casts if dtype is not None else (),
-        dtype=dtype,
-        checkpoint=options.checkpoint,
-        reentrant=options.reentrant,
-    )
+    hook(copied, recorder, options.casts, dtype, options.checkpoint, options.reentrant)
     try:
         with recorder.recording(), kernels.active():
             with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
                 if loss is not None:
-                    scalar = loss(shadow, *meta_args, **meta_kwargs)
+                    scalar = loss(copied, *meta_args, **meta_kwargs)
                 else:
-                    scalar = _find_loss(shadow(*meta_args, **meta_kwargs))
+                    scalar = _find_loss(copied(*meta_args, **meta_kwargs))
             kernels.forget_casts()
-            recorder.begin_backward(kernels.forget_casts)
+            recorder.in_backward, recorder.after_recompute = True, kernels.forget_casts
             run_backward(scalar)
-            recorder.end_backward()
     except (NotImplementedError, RuntimeError) as error:
         if not _needs_values(error):
             raise
@@ -161,16 +147,17 @@ def trace_module(
             "reads values (.item(), a branch on a tensor) or makes tensors on a fixed device; "
             "describe it with inputs that avoid that branch, or describe the blocks it is made of"
         ) from error
-    return Trace(
+    return ModelTrace(
         events=tuple(recorder.events),
         gradients=frozenset(recorder.gradients),
+        without_gradient=tuple(
+            name for name, p in copied.named_parameters() if p.requires_grad and p.grad is None
+        ),
         inputs=frozenset(recorder.known),
         owners=owners,
         tied=tied,
         input_bytes=sum(t.nbytes for t in given),
-        buffer_bytes=sum(b.nbytes for b in shadow.buffers()),
-        checkpointed=options.checkpoint,
-        outline=Outline.of(model),
+        buffer_bytes=sum(b.nbytes for b in copied.buffers()),
     )
 
 
@@ -179,7 +166,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.known: set[int] = set()
         self.gradients: set[int] = set()
         self.stack: list[str] = []
@@ -189,9 +176,9 @@ class Recorder(TorchDispatchMode):
         self._numbers: list[int] = []  # autograd's node numbers at which the stack changed ...
         self._moments: list[int] = []  # ... and the index of the first event after that
         self._count = 0
-        self._answers = Answers()
-        self._backward = False
-        self._after_recompute: Callable[[], None] | None = None
+        self._results = KnownResults()
+        self.in_backward = False  # a module that runs then is recomputed
+        self.after_recompute: Callable[[], None] | None = None
         self._on = False
 
     @contextmanager
@@ -207,7 +194,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out, kernel = self._answers.run(func, args, kwargs or {})
+        out, kernel = self._results.run(func, args, kwargs or {})
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._meet(tensor)
@@ -248,18 +235,8 @@ class Recorder(TorchDispatchMode):
             self.stack.pop()
         self._names = tuple(self.stack)
         self._mark()
-        if self._after_recompute is not None and not self.stack:
-            self._after_recompute()
-
-    @property
-    def recomputing(self) -> bool:
-        return self._backward
-
-    def begin_backward(self, after_recompute: Callable[[], None]) -> None:
-        self._backward, self._after_recompute = True, after_recompute
-
-    def end_backward(self) -> None:
-        self._backward = False
+        if self.after_recompute is not None and not self.stack:
+            self.after_recompute()
 
     def _mark(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())
@@ -270,11 +247,11 @@ class Recorder(TorchDispatchMode):
             return
         phase: Phase = "forward"
         origin = -1
-        if self._backward:
+        if self.in_backward:
             phase = "recompute" if self._names else "backward"
             if phase == "backward":
                 origin = self._find_origin()
-        self.events.append(Event(what, phase, self._names, origin=origin, **facts))
+        self.events.append(TraceEvent(what, phase, self._names, origin=origin, **facts))
 
     def _find_origin(self) -> int:
         node = current_node()

@@ -1,30 +1,24 @@
-"""A module's shadow: its copy on the meta device, with hooks that tell what runs."""
+"""A module's copy on the meta device, with hooks that tell a `Recorder` what runs."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as activation_checkpoint
 
+from shardwise.description.parameters import places
 from shardwise.errors import UserError
 
-
-class Listener(Protocol):
-    """Who is told."""
-
-    @property
-    def recomputing(self) -> bool: ...
-    def enter(self, name: str, given: Any) -> None: ...
-    def leave(self, name: str, result: Any) -> None: ...
-    def note_gradient(self, parameter: nn.Parameter) -> None: ...
+if TYPE_CHECKING:
+    from shardwise.description.tracing.trace import Recorder
 
 
-def copy_to_meta(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def copy_to_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of `model` without data, its floating-point parameters in `dtype`.
 
     The copy's tensors are put in deepcopy's memory beforehand, so no data is copied, whatever the
@@ -37,8 +31,8 @@ def copy_to_meta(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
                 f"parameter {name} is sharded already: describe the model before sharding it"
             )
         cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        shape = torch.empty_like(parameter, device="meta", dtype=cast)
-        memo[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+        empty = torch.empty_like(parameter, device="meta", dtype=cast)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for module in model.modules():
         values = [*module._buffers.values(), *vars(module).values()]
         for value in pytree.tree_leaves(values):
@@ -64,9 +58,7 @@ def find_owners(
     model: nn.Module,
 ) -> tuple[Mapping[str, tuple[str, ...]], tuple[tuple[str, ...], ...]]:
     """Each module's own parameters, by their first names; and the groups of names that are one."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = {id(parameter): names for names, parameter in places(model)}
     owners = {
         name: tuple(names[id(p)][0] for p in module.parameters(recurse=False))
         for name, module in model.named_modules()
@@ -74,10 +66,9 @@ def find_owners(
     return owners, tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def attach(
-    shadow: nn.Module,
-    listener: Listener,
-    *,
+def hook(
+    copied: nn.Module,
+    recorder: Recorder,
     casts: tuple[str, ...],
     dtype: torch.dtype | None,
     checkpoint: tuple[str, ...],
@@ -86,7 +77,7 @@ def attach(
     """Hook the copy: modules tell when they run, parameters when they have a gradient; the inputs
     of `casts` are cast to `dtype`, and `checkpoint` run under activation checkpointing.
     """
-    modules = dict(shadow.named_modules())
+    modules = dict(copied.named_modules())
     for name in (*checkpoint, *casts):
         if name not in modules:
             raise ValueError(f"the model has no module {name!r}")
@@ -94,20 +85,20 @@ def attach(
         if dtype is not None and name in casts:
             module.register_forward_pre_hook(_caster(dtype), prepend=True, with_kwargs=True)
         if name:
-            _tell_when_run(module, name, listener)
+            _tell_when_run(module, name, recorder)
         if name in checkpoint:
-            _checkpoint(module, name, listener, reentrant)
-    for parameter in shadow.parameters():
+            _checkpoint(module, name, recorder, reentrant)
+    for parameter in copied.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(listener.note_gradient)
+            parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
 
 
-def _tell_when_run(module: nn.Module, name: str, listener: Listener) -> None:
+def _tell_when_run(module: nn.Module, name: str, recorder: Recorder) -> None:
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        listener.enter(name, (args, kwargs))
+        recorder.enter(name, (args, kwargs))
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
-        listener.leave(name, output)
+        recorder.leave(name, output)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     # Also when forward is left by an exception: a recomputation stops as soon as it has enough.
@@ -124,20 +115,20 @@ def _caster(dtype: torch.dtype) -> Callable[..., Any]:
     return cast
 
 
-def _checkpoint(module: nn.Module, name: str, listener: Listener, reentrant: bool) -> None:
+def _checkpoint(module: nn.Module, name: str, recorder: Recorder, reentrant: bool) -> None:
     """Run the module's forward under activation checkpointing."""
     plain = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not listener.recomputing:
+        if not recorder.in_backward:
             return plain(*args, **kwargs)
         # The second run does not pass through the module's call, which would have told.
-        listener.enter(name, (args, kwargs))
+        recorder.enter(name, (args, kwargs))
         result = None
         try:
             result = plain(*args, **kwargs)
         finally:
-            listener.leave(name, result)
+            recorder.leave(name, result)
         return result
 
     def forward(*args: Any, **kwargs: Any) -> Any:
