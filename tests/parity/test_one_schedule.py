@@ -117,10 +117,12 @@ def run_really(case: ProofCase, plan: sw.Plan, count: int) -> tuple[list[Any], l
 
 
 @cache
-def described(case_kind: str, plan: sw.Plan) -> Any:
+def described(kind: str, name: str, mesh: tuple[int, int]) -> Any:
+    """By the units of a Plan, which its other settings leave as they are."""
     with torch.device("meta"):
-        model = Net(case_kind)
-    given = "nonreentrant" if case_kind == "checkpointed" else None
+        model = Net(kind)
+        plan = sw.Plan.of(name, mesh).resolve(model)
+    given = "nonreentrant" if kind == "checkpointed" else None
     inputs = {"tokens": TOKENS.to("meta"), "recompute": False}
     return sw.describe(model, inputs, plan, device="cpu", checkpoint=given)
 
@@ -135,7 +137,7 @@ def predict(case: ProofCase, plan: sw.Plan, count: int) -> tuple[list[Any], list
             spoken = trace_verbs(self.schedule.executor)
 
     workload = Workload(sequence=3, micro_batch=2, micro_batches=max(count, 1))
-    works = works_of(plan, described(case.kind, plan), workload)
+    works = works_of(plan, described(case.kind, plan.name, plan.mesh), workload)
     costs = Costs.of(load_cluster("cpu-gloo"))
     options = StepOptions(optimizer=False)
     step = Traced(plan, works, costs, workload, options, agreed=0 not in case.counts)

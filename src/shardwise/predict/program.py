@@ -206,8 +206,8 @@ class Work:
 
     segments: tuple[tuple[str, UnitSegment], ...]
     uses: tuple[tuple[int, ...], ...]  # of each segment
-    # For each segment: gradient bytes that its backward leaves, by unit of the Plan; and the units of
-    # which some trained parameter gets no gradient.
+    # For each segment: gradient bytes that its backward leaves, by unit of the Plan; and the units
+    # of which some trained parameter gets no gradient.
     grads: tuple[Mapping[int, int], ...]
     lacking: tuple[tuple[int, ...], ...]
 

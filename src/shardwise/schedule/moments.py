@@ -235,6 +235,7 @@ class Schedule(Generic[U]):
         self.current = Pass(self.units)
         frees = self.policy.frees_in_pass or (self.policy.frees_after_step and self.last_micro)
         for unit in self.units:
+            unit.forget_piece()
             if not unit.options.keep_after_backward:
                 unit.hide()
                 if frees:
