@@ -8,7 +8,8 @@ predictor's, with the unit it was about.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -24,6 +27,7 @@ from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.workload import Workload
 from shardwise.engine.api import engine_of
 from shardwise.predict.cost import Costs
+from shardwise.predict.fsdp2 import Fsdp2Step
 from shardwise.predict.program import works_of
 from shardwise.predict.step import EngineStep, StepOptions
 from tests.parity.models import VOCABULARY, Block
@@ -203,4 +207,106 @@ def test_two_ranks_do_what_was_predicted(two: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
 def test_four_ranks_do_what_was_predicted(four: Ranks, name: str) -> None:
     for told in four.run(compare, cases_of(name, 4), timeout=240):
+        assert not told, "\n".join(told)
+
+
+# torch's engine
+
+
+@contextmanager
+def torch_calls() -> Iterator[list[tuple[str, int, int]]]:
+    """Every collective of torch's engine: its kind, the bytes of the whole message, the ranks."""
+    names = {
+        "all_gather_single": ("all_gather", 0), "all_gather_into_tensor": ("all_gather", 0),
+        "reduce_scatter_single": ("reduce_scatter", 1),
+        "reduce_scatter_tensor": ("reduce_scatter", 1), "all_reduce": ("all_reduce", 0),
+    }  # fmt: skip
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    calls: list[tuple[str, int, int]] = []
+    inside = False
+
+    def wrapped(name: str, original: Any) -> Any:
+        kind, position = names[name]
+        keyword = ("output_tensor", "input")[position] if kind != "all_reduce" else "tensor"
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:  # one name of a collective calls the other
+                return original(*args, **kwargs)
+            tensor = args[position] if len(args) > position else kwargs[keyword]
+            calls.append((kind, tensor.nbytes, dist.get_world_size(kwargs["group"])))
+            inside = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                inside = False
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, wrapped(name, original))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+@cache
+def torch_mesh(shape: tuple[int, ...]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def run_torch(case: ProofCase, plan: sw.Plan, count: int) -> list[tuple[str, int, int]]:
+    torch.manual_seed(0)
+    model = Net(case.kind)
+    mesh = torch_mesh(plan.mesh if plan.replicate > 1 else (plan.shard,))
+    reshards = plan.strategy.parameters == "shard"
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for _ in range(3):
+        with torch_calls() as calls:
+            for i in range(count):
+                last = i == count - 1
+                model.set_requires_gradient_sync(last or plan.sync != "last")
+                model.set_requires_all_reduce(last or plan.sync == "each")
+                model.set_reshard_after_backward(reshards or last)
+                model(TOKENS).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return calls
+
+
+def compare_torch(cases: Sequence[ProofCase]) -> list[str]:
+    told = []
+    for case in cases:
+        plan, count = case.plan, case.counts[0]
+        with torch.device("meta"):
+            resolved = plan.resolve(Net(case.kind))
+        workload = Workload(sequence=3, micro_batch=2, micro_batches=count)
+        works = works_of(resolved, described(case.kind, plan.name, plan.mesh), workload)
+        options = StepOptions(optimizer=False)
+        costs = Costs.of(load_cluster("cpu-gloo"))
+        program = Fsdp2Step(resolved, works, costs, workload, options).build((2,) * count)
+        foretold = [(op.name, op.nbytes, op.ranks) for op in program.ops if op.group]
+        really = run_torch(case, plan, count)
+        if really != foretold:
+            pairs = itertools.zip_longest(really, foretold)
+            at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+            told.append(
+                f"{case}: part at {at} of {len(really)}, {len(foretold)}\n"
+                f"  real      {really[max(0, at - 3) : at + 6]}\n"
+                f"  predicted {foretold[max(0, at - 3) : at + 6]}"
+            )
+    return told
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "hsdp"])
+def test_torch_does_what_was_predicted_of_it(four: Ranks, name: str) -> None:
+    cases = [
+        ProofCase(name, kind, (count,), (("sync", sync), ("bucket_bytes", 1)))
+        for sync, kind, count in itertools.product(SYNCS, KINDS, (1, 3))
+    ]
+    for told in four.run(compare_torch, cases, timeout=240):
         assert not told, "\n".join(told)

@@ -22,8 +22,6 @@ class UnitBytes:
     gradient: int  # this rank's rows of the trainable parameters, original dtype, and the counts
     slot: int  # all gradients of the unit, reduce dtype, and the counts: the reduce's input
     rows: int  # one rank's part of that
-    slot_alone: int  # without the counts
-    rows_alone: int
     moment: int  # one tensor of optimizer state: of this rank's rows, without the counts
     aliased: bool  # the full unit is the master itself: nothing to gather, nothing more to hold
 
@@ -43,8 +41,6 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
         gradient=reduced * own.itemsize,
         slot=reduced * ranks * reduce.itemsize,
         rows=reduced * reduce.itemsize,
-        slot_alone=trained.shard_numel * ranks * reduce.itemsize,
-        rows_alone=trained.shard_numel * reduce.itemsize,
         moment=trained.shard_numel * own.itemsize,
         aliased=ranks == 1 and own == compute,
     )

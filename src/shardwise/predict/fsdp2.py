@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.planning.executor import PlannedUnit
+from shardwise.planning.rows import lay_out
 from shardwise.predict.program import Work
 from shardwise.predict.step import Step
 from shardwise.schedule.unit import State
@@ -57,31 +58,42 @@ class Fsdp2Step(Step):
 
     def backward(self, work: Work, last: bool) -> None:
         peaked, last_place = self.peak_of_loss(work), len(work.segments) - 1
-        first_use, _ = _uses(work)
-        order: list[PlannedUnit] = [unit for unit in self.units if unit.is_root]
-        for place in reversed(range(len(work.segments))):
-            for number in work.uses[place]:
-                if self.units[number] not in order:
-                    order.append(self.units[number])
-        for place in reversed(range(len(work.segments))):
-            for number in work.uses[place]:
-                unit = self.units[number]
-                self._gather(unit, overlap=False)
-                self._wait(unit)
-                following = order.index(unit) + 1
-                if following < len(order):
-                    self._gather(order[following], overlap=False)
+        runs = [place for place, (_, s) in enumerate(work.segments) if s.backward.kernels]
+        roots = [unit for unit in self.units if unit.is_root]
+        inner = [[self.units[i] for i in used if not self.units[i].is_root] for used in work.uses]
+        # Gathers ahead follow forward's order, also to units that have no backward.
+        order = [*roots, *dict.fromkeys(unit for units in reversed(inner) for unit in units)]
+        for unit in roots:
+            self._before_backward(unit, order)
+        for place in reversed(runs):
+            for unit in inner[place]:
+                self._before_backward(unit, order)
             self.run_segment_backward(work, place, peaks=not (peaked and place == last_place))
-            for number in work.uses[place]:
-                if first_use[number] == place:
-                    if self.reshards or last:
-                        self._free(self.units[number])
-                    if self.units[number].gradient_count:
-                        self._reduce(self.units[number], last)
+            for unit in inner[place]:
+                if place > runs[0] and not any(unit in inner[p] for p in runs if p < place):
+                    self._after_backward(unit, work, last)
+        # What takes no input with a gradient hears of its end with the whole backward's.
+        for unit in order:
+            if unit.is_root or unit in inner[runs[0]]:
+                self._after_backward(unit, work, last)
+            elif self.reshards or last:
+                self._free(unit)
         for end in self.ends:
             self.b.join(end)
         self.ends.clear()
         self._drop_slot()
+
+    def _before_backward(self, unit: PlannedUnit, order: list[PlannedUnit]) -> None:
+        self._gather(unit, overlap=False)
+        self._wait(unit)
+        for following in order[order.index(unit) + 1 :][:1]:
+            self._gather(following, overlap=False)
+
+    def _after_backward(self, unit: PlannedUnit, work: Work, last: bool) -> None:
+        if self.reshards or last:
+            self._free(unit)
+        if unit.gradient_count:
+            self._reduce(unit, work.without_gradient, last)
 
     def _gather(self, unit: PlannedUnit, overlap: bool) -> None:
         if unit.sizes.aliased or unit.state is not State.FREE:
@@ -117,11 +129,12 @@ class Fsdp2Step(Step):
         unit.state = State.FREE
         self.b.hold("full", -unit.sizes.full)
 
-    def _reduce(self, unit: PlannedUnit, last: bool) -> None:
+    def _reduce(self, unit: PlannedUnit, unused: frozenset[str], last: bool) -> None:
         b, plan = self.b, self.plan
         if plan.sync == "last" and not last:
             return  # gradients stay whole on their rank, and the next ones are added to them
-        slot, rows = unit.sizes.slot_alone, unit.sizes.rows_alone
+        rows = self._rows(unit, unused)
+        slot = rows * plan.shard
         b.engine_work("reduce", unit.name)
         if self.last_scatter >= 0:
             b.join(self.last_scatter)
@@ -145,6 +158,13 @@ class Fsdp2Step(Step):
             done = b.copy("add", unit.name, "reduce", 3 * rows, (done,))
         unit.summed = True
         self.ends.append(done)
+
+    def _rows(self, unit: PlannedUnit, unused: frozenset[str]) -> int:
+        """One rank's part of a reduce: of the parameters that have a gradient, and nothing else."""
+        spec = self.plan.require_units()[self.units.index(unit)]
+        shapes = [p.shape for p in spec.parameters if p.trainable and p.name not in unused]
+        reduce = self.plan.dtypes(spec.parameters[0].dtype)[2]
+        return lay_out(shapes, self.plan.shard).shard_numel * reduce.itemsize
 
     def _drop_slot(self) -> None:
         self.b.hold("slots", -self.last_slot)

@@ -210,6 +210,7 @@ class Work:
     # of which some trained parameter gets no gradient.
     grads: tuple[Mapping[int, int], ...]
     lacking: tuple[tuple[int, ...], ...]
+    without_gradient: frozenset[str] = frozenset()
 
 
 def lay_work(plan: Plan, description: ModelDescription) -> Work:
@@ -245,7 +246,7 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
         grads.append(found)
         lacking.append(tuple(number for number in uses[-1] if number in lacks))
     segments = tuple((unit.name, segment) for unit, segment in description.segments)
-    return Work(segments, tuple(uses), tuple(grads), tuple(lacking))
+    return Work(segments, tuple(uses), tuple(grads), tuple(lacking), frozenset(idle))
 
 
 def scaled(description: ModelDescription, factor: float) -> ModelDescription:
