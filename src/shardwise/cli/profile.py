@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.children import describe_end
 from shardwise.errors import UserError
+from shardwise.profiling import DIRECTORY, SKIP, STEPS
 from shardwise.run_files import TIMELINE
 
 _RUNNER = ["-m", "shardwise.profiling.run"]
@@ -61,9 +62,9 @@ def profile_program(arguments: argparse.Namespace) -> None:
         raise UserError(
             "give the program to run after --, as: shardwise profile -- python train.py"
         )
-    for name, least in (("steps", 1), ("skip", 1)):
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} is {getattr(arguments, name)}, expected at least {least}")
+    for name in ("steps", "skip"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} is {getattr(arguments, name)}, expected at least 1")
     out = Path(arguments.out).resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -73,9 +74,9 @@ def profile_program(arguments: argparse.Namespace) -> None:
     written.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        "SHARDWISE_PROFILE": str(out),
-        "SHARDWISE_PROFILE_STEPS": str(arguments.steps),
-        "SHARDWISE_PROFILE_SKIP": str(arguments.skip),
+        DIRECTORY: str(out),
+        STEPS: str(arguments.steps),
+        SKIP: str(arguments.skip),
     }
     # torch warns of memory that is older than the profile, and announces every start of it.
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -103,14 +104,11 @@ def insert_runner(words: Sequence[str]) -> list[str]:
     that do not import shardwise are watched too. Other commands stay as they are.
     """
     program = Path(words[0]).name
-    if program == "torchrun":
-        return _insert(list(words), 1)
-    if program.startswith("python"):
-        launchers = ["torch.distributed.run", "torch.distributed.launch"]
-        if len(words) > 2 and words[1] == "-m" and words[2] in launchers:
-            return _insert(list(words), 3)
-        return _insert(list(words), 1)
-    return list(words)
+    if program != "torchrun" and not program.startswith("python"):
+        return list(words)
+    launchers = ["torch.distributed.run", "torch.distributed.launch"]
+    launched = len(words) > 2 and words[1] == "-m" and words[2] in launchers
+    return _insert(list(words), 3 if launched else 1)
 
 
 # Options of python and torchrun that take no value of their own.

@@ -10,37 +10,37 @@ last one ended, so that data loading is part of it. The step with the median tim
 rank took it, is the one that is shown; every rank is in it.
 
 Tracing lengthens a step, so steps that are traced are not those that are timed: on a CPU the last
-one is traced, on CUDA the first two, of which the second counts. `carry.py` brings what it knows to
-the timed one that is shown, `retime.py` does so for the device.
+one is traced, on CUDA the first two, of which the second counts. `traced_to_timed.py` brings what
+the trace knows to the timed step that is shown.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.engine import marks as marking
 from shardwise.engine.api import engine_of, is_sharded
 from shardwise.engine.engine import Engine
 from shardwise.engine.local_step import watch_steps
 from shardwise.engine.marks import Marks
-from shardwise.profiling import foreign as profile_foreign
-from shardwise.profiling import memory as profile_memory
-from shardwise.profiling.files import write_profile, write_raw
-from shardwise.profiling.labels import describe, find_device
-from shardwise.profiling.memory import Owners
-from shardwise.profiling.merge import Message, merge
-from shardwise.profiling.ranks import Peers
-from shardwise.profiling.reading import Collected, choose, read_step
-from shardwise.profiling.steps import Steps
+from shardwise.profiling.foreign import note_torch, uses_fsdp
+from shardwise.profiling.memory import CudaHistory, Owners, find_owners
+from shardwise.profiling.merge import MeasuredMessage, Peers, merge
+from shardwise.profiling.shown_step import Collected, choose, read_step
+from shardwise.profiling.step_times import OptimizerNesting, StepTimes
 from shardwise.profiling.trace import Tracer
+from shardwise.profiling.write import write_profile, write_raw
 from shardwise.timeline import Timeline
 
 TRACED_ON_CUDA = 2  # steps; the first finds the device idle
@@ -87,13 +87,13 @@ class Profile:
         if engines is None:
             engines = [engine_of(model)] if model is not None and is_sharded(model) else []
         self.engines = engines
-        self._fsdp = fsdp or (not engines and profile_foreign.uses_fsdp(model))
+        self._fsdp = fsdp or (not engines and uses_fsdp(model))
         self.seconds = 0.0  # that starting, stopping and reading took beside the steps
-        self._device = device or find_device(model, engines)
+        self._device = device or _find_device(model, engines)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._stepping: list[int] = []  # optimizers that step now, one inside the other
+        self._nesting = OptimizerNesting()
         self._timeline: Timeline | None = None
-        self.messages: list[Message] = []
+        self.messages: list[MeasuredMessage] = []
         self.memory: list[dict[str, Any]] = []  # one for each rank, as memory.json has it
 
     # Running
@@ -127,21 +127,15 @@ class Profile:
             self._ahead, self._clock_error = self._peers.compare_clocks()
             # Marks tell whose a kernel is; without them autograd's operations do.
             operations = not cuda or self.traces or not (self.engines or self._fsdp)
-            self._tracer = Tracer(cuda, operations, memory=not cuda)
-            self._tracing = False
-            self._traced = self._choose_traced(cuda)
-            self._history = profile_memory.CudaHistory() if cuda else None
+            self._tracer = Tracer(cuda, operations)
+            # Which steps are traced: as few as can be, because it lengthens them.
+            last = self.steps - 1
+            self._traced = range(self.steps)[:TRACED_ON_CUDA] if cuda else range(last, self.steps)
+            self._history = CudaHistory() if cuda else None
             self.marks = Marks(self._device, Nvtx() if cuda else None)
             self.marks.turn("", "forward")  # the first step begins as the others do
             self.marks.on_forward = self._at_forward
-            self._running = ExitStack()
-            self._running.enter_context(profile_foreign.note_backward(self.marks))
-            if not self.engines:
-                self._running.enter_context(profile_foreign.note_calls(self.marks))
-                if self._fsdp:
-                    self._running.enter_context(profile_foreign.note_fsdp(self.marks))
-                if self.model is not None:
-                    profile_foreign.hang_hooks(self.model, self.marks, self._running)
+            self._running = note_torch(self.marks, self.model, bool(self.engines), self._fsdp)
             try:
                 self._before = self._find_owners()
                 if not self._traced.start:
@@ -150,14 +144,8 @@ class Profile:
                 self._running.close()
                 raise
             marking.on = self.marks
-        self.taken = Steps(self._device)
+        self.taken = StepTimes(self._device)
         self.taken.begin()
-
-    def _choose_traced(self, cuda: bool) -> range:
-        """Which steps are traced: as few as can be, because it lengthens them."""
-        if cuda:
-            return range(min(TRACED_ON_CUDA, self.steps))
-        return range(self.steps - 1, self.steps)
 
     def _begin_trace(self) -> None:
         self._before = self._find_owners()
@@ -165,10 +153,10 @@ class Profile:
             torch.cuda.synchronize()
             self._history.start()
         self._tracer.start()
-        self._tracing = self.marks.traced = True
+        self.marks.traced = True
 
     def _end_trace(self) -> None:
-        self._tracing = self.marks.traced = False
+        self.marks.traced = False
         self._tracer.stop()
         self._owners = self._find_owners()
         if self._history is not None:
@@ -176,24 +164,20 @@ class Profile:
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step, maybe inside another one's step."""
-        if id(optimizer) in self._stepping:  # its last step raised
-            self._stepping.clear()
-        self._stepping.append(id(optimizer))
+        self._nesting.begin(optimizer)
         self._optimizers[id(optimizer)] = optimizer
-        if marking.on is self.marks:
+        if not self.stopped:
             self.marks.turn("", "optimizer")
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """It has stepped; where it is the outermost, a step ends."""
-        if self._stepping:
-            self._stepping.pop()
-        if not self._stepping and marking.on is self.marks:
+        if self._nesting.end() and not self.stopped:
             self.marks.turn("", "forward")
             self.step()
 
     def step(self) -> None:
         """A step ends here. Optimizers say so by themselves."""
-        if marking.on is not self.marks:
+        if self.stopped:
             return
         self.taken.end(len(self.marks.roots) if self._knows_forwards else None)
         count = len(self.bounds)
@@ -201,7 +185,7 @@ class Profile:
             return
         if count >= self.steps:
             self._stop()
-        elif self._tracing and count >= self._traced.stop:
+        elif self.marks.traced and count >= self._traced.stop:
             with self._costs():
                 self._end_trace()
             self.taken.begin()
@@ -216,7 +200,7 @@ class Profile:
             self._trace_if_next()
 
     def _trace_if_next(self) -> None:
-        if len(self.bounds) == self._traced.start and not self._tracing:
+        if len(self.bounds) == self._traced.start and not self.marks.traced:
             with self._costs():
                 self._begin_trace()
             self.taken.begin()
@@ -232,7 +216,7 @@ class Profile:
 
     @property
     def stopped(self) -> bool:
-        """All steps have been taken."""
+        """All steps have been taken, or the profile was ended."""
         return marking.on is not self.marks
 
     def cancel(self) -> None:
@@ -240,12 +224,12 @@ class Profile:
         self._stop()
 
     def _stop(self) -> None:
-        if marking.on is not self.marks:
+        if self.stopped:
             return
         with self._costs():
             marking.on = None
             self._running.close()
-            if self._tracing or len(self.bounds) <= self._traced.start:
+            if self.marks.traced or len(self.bounds) <= self._traced.start:
                 self._end_trace()
 
     @contextmanager
@@ -282,22 +266,36 @@ class Profile:
                 ahead=self._ahead,
             )
             choice = choose(seen, self._tracer.read() if traced else None, count, self._peers)
-            steps = self._peers.collect(read_step(seen, choice, self._peers.rank))
-            merged = None
-            if steps is not None:
-                if choice.warns:
-                    warnings.warn(f"profile: {choice.note}", stacklevel=2)
-                labels = describe(self.engines, self.model, self._device, self._peers.fake)
-                labels["title"] = self.title or labels["title"]
-                labels |= {"steps": str(count), **choice.labels}
-                labels["clock_error_us"] = f"{self._clock_error / 1e3:.1f}"
-                merged = merge(steps, labels | ({"note": choice.note} if choice.note else {}))
-            self._timeline, self.messages, self.memory = self._peers.share(merged)
+            labels = self._describe() | {"steps": str(count), **choice.labels}
+            labels["clock_error_us"] = f"{self._clock_error / 1e3:.1f}"
+            if choice.note:
+                labels["note"] = choice.note
+            if choice.warns and self._peers.leads:
+                warnings.warn(f"profile: {choice.note}", stacklevel=2)
+            told = self._peers.exchange((labels, read_step(seen, choice, self._peers.rank)))
+            merged = merge([step for _, step in told], labels=told[0][0])
+            self._timeline, self.messages, self.memory = merged
 
     def _find_owners(self) -> Owners:
-        return profile_memory.find_owners(
-            self.engines, self.model, self._optimizers.values(), self._device
+        return find_owners(self.engines, self.model, self._optimizers.values(), self._device)
+
+    def _describe(self) -> dict[str, str]:
+        """The labels of the timeline: engine, plan and device, and whether the network is real."""
+        engine = "shardwise" if self.engines else "torch"
+        plans = [engine.plan.title for engine in self.engines if engine.plan is not None]
+        plan = plans[0] if plans else _wrapping(self.model, self.engines)
+        # Ranks of a fake group have no network either.
+        emulated = self._peers.fake or hasattr(
+            getattr(dist.all_reduce, "__self__", None), "network"
         )
+        device = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
+        return {
+            "title": self.title or f"{engine}, {plan}, {device}",
+            "source": "emulated" if emulated else "measured",
+            "engine": engine,
+            "plan": plan,
+            "device": device,
+        }
 
     # Results
 
@@ -326,8 +324,23 @@ class Profile:
 class Nvtx:
     """Shows marks in NVIDIA's tools."""
 
-    def start(self, text: str) -> Any:
-        return torch.cuda.nvtx.range_start(text)
+    start = staticmethod(torch.cuda.nvtx.range_start)
+    end = staticmethod(torch.cuda.nvtx.range_end)
 
-    def end(self, token: Any) -> None:
-        torch.cuda.nvtx.range_end(token)
+
+def _find_device(model: nn.Module | None, engines: list[Engine]) -> str:
+    if engines:
+        return engines[0].mesh.device.type
+    parameter = next(model.parameters(), None) if model is not None else None
+    if parameter is not None:
+        return parameter.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _wrapping(model: nn.Module | None, engines: list[Engine]) -> str:
+    """What a model without a Plan runs under."""
+    if engines or isinstance(model, FSDPModule):
+        return "fully_shard"
+    if model is None:
+        return "torch"
+    return "DistributedDataParallel" if isinstance(model, DistributedDataParallel) else "unsharded"

@@ -9,22 +9,21 @@ allocator's figure; what nobody claims is "other".
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.engine import torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.extended import Memory
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.marks import BufferMark, Call, Marks, Range
-from shardwise.profiling.spans import HostPieces
-from shardwise.profiling.trace import Allocation
-from shardwise.timeline import MEMORY_ROLES
+from shardwise.engine.marks import BufferMark, Marks, RangeMark
+from shardwise.profiling.pieces import HostPieces
+from shardwise.profiling.trace import HostAllocation
+from shardwise.timeline import MEMORY_ROLES, MemoryCurve
 
 POINTS = 1500  # a curve has at most this many, each the highest of its stretch
 LARGEST = 10
@@ -32,7 +31,7 @@ _BLOCK = 512  # CUDA's allocator gives out multiples
 
 
 @dataclass
-class Block:
+class MemoryBlock:
     """Memory that was taken once: `born` and `died` are None outside the profile."""
 
     address: int
@@ -62,8 +61,8 @@ class Owners:
 
     def add(self, tensor: torch.Tensor, role: str, what: str, device: str) -> None:
         local = torch_private.local_of(tensor)
-        if is_traceable_wrapper_subclass(local):  # a class of its own, around tensors with memory
-            for name in local.__tensor_flatten__()[0]:
+        if torch_private.is_wrapper(local):  # a class of its own, around tensors with memory
+            for name in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 self.add(getattr(local, name), role, what, device)
         elif local.device.type == device and not local.is_meta:
             storage = local.untyped_storage()
@@ -128,8 +127,13 @@ def _gradient_sizes(gradients: Gradients) -> set[int]:
     found = set()
     for shown in gradients.shown:
         nbytes = torch_private.local_of(shown.data).nbytes
-        found |= {nbytes, -(-nbytes // _BLOCK) * _BLOCK}
+        found |= {nbytes, _rounded(nbytes)}
     return found
+
+
+def _rounded(nbytes: int) -> int:
+    """As CUDA's allocator gives it out."""
+    return -(-nbytes // _BLOCK) * _BLOCK
 
 
 class CudaHistory:
@@ -145,25 +149,25 @@ class CudaHistory:
         self.snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
 
-    def blocks(self, offset: int) -> tuple[list[Block], list[tuple[int, int, int]]]:
+    def blocks(self, offset: int) -> tuple[list[MemoryBlock], list[tuple[int, int, int]]]:
         """Every block, and (time, reserved, active beyond allocated) changes; `offset` is added to
         the allocator's times.
         """
         device = torch.cuda.current_device()
-        alive: dict[int, Block] = {}
-        blocks: list[Block] = []
+        alive: dict[int, MemoryBlock] = {}
+        blocks: list[MemoryBlock] = []
         others: list[tuple[int, int, int]] = []
         for entry in self.snapshot["device_traces"][device]:
             time, address = entry["time_us"] * 1000 + offset, entry["addr"]
-            size = -(-entry["size"] // _BLOCK) * _BLOCK
+            size = _rounded(entry["size"])
             action = entry["action"]
             if action == "alloc":
-                block = Block(address, size, born=time)
+                block = MemoryBlock(address, size, born=time)
                 alive[address] = block
                 blocks.append(block)
             elif action == "free_requested":
                 if address not in alive:
-                    alive[address] = Block(address, size)
+                    alive[address] = MemoryBlock(address, size)
                     blocks.append(alive[address])
                 alive.pop(address).died = time
                 others.append((time, 0, size))
@@ -180,7 +184,7 @@ class CudaHistory:
             for piece in segment["blocks"]:
                 here = piece.get("address", address)
                 if piece["state"] == "active_allocated" and here not in alive:
-                    blocks.append(Block(here, piece["size"]))
+                    blocks.append(MemoryBlock(here, piece["size"]))
                 address = here + piece["size"]
         return blocks, others
 
@@ -193,14 +197,14 @@ class CudaHistory:
 
 
 def host_blocks(
-    allocations: list[Allocation], before: Owners, owners: Owners, noted: list[BufferMark]
-) -> list[Block]:
+    allocations: list[HostAllocation], before: Owners, owners: Owners, noted: list[BufferMark]
+) -> list[MemoryBlock]:
     """Every block of the host's allocator: seen by the profiler, or held by an owner before it
     began; such a one ends where the engine says that it gave it back.
     """
-    alive: dict[int, Block] = {}
+    alive: dict[int, MemoryBlock] = {}
     for address, owned in before.tensors.items():
-        alive[address] = Block(address, owned.nbytes, role=owned.role, what=owned.what)
+        alive[address] = MemoryBlock(address, owned.nbytes, role=owned.role, what=owned.what)
     blocks = list(alive.values())
     events: list[tuple[int, int, int]] = [(a.time, a.address, a.nbytes) for a in allocations]
     if allocations:
@@ -211,18 +215,18 @@ def host_blocks(
         if nbytes > 0:
             if address in alive:  # from before: its end was not seen
                 alive[address].died = time
-            alive[address] = Block(address, nbytes, born=time)
+            alive[address] = MemoryBlock(address, nbytes, born=time)
             blocks.append(alive[address])
         elif address in alive and (nbytes < 0 or alive[address].born is None):
             alive.pop(address).died = time
     for address, owned in owners.tensors.items():
         if address not in alive:  # its owner was not known at the start
-            blocks.append(Block(address, owned.nbytes))
+            blocks.append(MemoryBlock(address, owned.nbytes))
     return blocks
 
 
 def assign_roles(
-    blocks: list[Block], owners: Owners, before: Owners, marks: Marks, pieces: HostPieces
+    blocks: list[MemoryBlock], owners: Owners, before: Owners, marks: Marks, pieces: HostPieces
 ) -> None:
     """Say of every block what it is for."""
     buffers: dict[int, list[tuple[int, Owned]]] = defaultdict(list)
@@ -230,7 +234,7 @@ def assign_roles(
         owned = owners.buffers.get(id(mark.buffer)) or before.buffers.get(id(mark.buffer))
         if mark.nbytes > 0 and owned is not None:
             buffers[mark.address].append((mark.time, owned))
-    packs: dict[str, list[Range]] = defaultdict(list)
+    packs: dict[str, list[RangeMark]] = defaultdict(list)
     for made in marks.ranges:
         if made.name == "pack":
             packs[made.unit].append(made)
@@ -243,7 +247,7 @@ def assign_roles(
 
 
 def _owner(
-    block: Block, owners: Owners, before: Owners, buffers: dict[int, list[tuple[int, Owned]]]
+    block: MemoryBlock, owners: Owners, before: Owners, buffers: dict[int, list[tuple[int, Owned]]]
 ) -> Owned | None:
     if block.born is None and block.address in before.tensors:
         return before.tensors[block.address]
@@ -256,17 +260,18 @@ def _owner(
 
 
 def _by_birth(
-    block: Block, born: int, pieces: HostPieces, packs: dict[str, list[Range]], owners: Owners
+    block: MemoryBlock,
+    born: int,
+    pieces: HostPieces,
+    packs: dict[str, list[RangeMark]],
+    owners: Owners,
 ) -> tuple[str, str]:
-    """A block that no owner claims, by what the host was at when it took it."""
+    """The role of a block that no owner claims, by what the host did when it took the memory."""
     piece = pieces.at(born)
     where = f"{piece.name} {piece.unit}".strip()
-    if isinstance(piece.mark, Range) and piece.mark.name in ("pack", "reduce", "add"):
-        return "slots", where
-    if isinstance(piece.mark, Range) and piece.mark.name == "copy-out":
-        return "full", where
-    if isinstance(piece.mark, Range | Call):
-        return "temporary", where
+    if piece.mark is not None:
+        roles = {"pack": "slots", "reduce": "slots", "add": "slots", "copy-out": "full"}
+        return roles.get(piece.name, "temporary"), where
     if piece.phase == "forward":
         ends = pieces.at(block.died).phase if block.died is not None else "backward"
         return ("activations" if ends != "forward" else "temporary"), where
@@ -279,41 +284,43 @@ def _by_birth(
     return "temporary", where
 
 
-@dataclass
-class Curve:
-    """Bytes by role over a step of one rank, with what was largest at the peak."""
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory over a step of one rank: by role, what the allocator held beyond it, and the largest
+    blocks at the peak.
+    """
 
-    times: list[int]
-    roles: dict[str, list[int]]
+    curve: MemoryCurve
+    reserved: list[int]
+    active: list[int]
     largest: list[dict[str, Any]]
-    reserved: list[int] | None = None
-    active: list[int] | None = None
+    limit_bytes: int | None = None  # of the device
 
-    @property
-    def totals(self) -> list[int]:
-        return [sum(values) for values in zip(*self.roles.values(), strict=True)]
+    def moved(self, times: Iterable[int]) -> StepMemory:
+        return replace(self, curve=replace(self.curve, times=tuple(times)))
 
 
 def draw_curve(
-    blocks: list[Block],
+    blocks: list[MemoryBlock],
     start: int,
     end: int,
-    others: list[tuple[int, int, int]] | None = None,
+    rank: int = 0,
+    allocator: Sequence[tuple[int, int, int]] = (),
     reserved_at_end: int = 0,
-) -> Curve:
-    """The bytes of every role from `start` to `end`."""
+) -> StepMemory:
+    """The bytes of every role from `start` to `end`. `allocator` has (time, reserved, active beyond
+    allocated) changes.
+    """
     changes: list[tuple[int, str, int]] = []
     for block in blocks:
         changes.append((block.born if block.born is not None else -1, block.role, block.nbytes))
         if block.died is not None:
             changes.append((block.died, block.role, -block.nbytes))
-    held = dict.fromkeys(MEMORY_ROLES, 0)
-    for time, reserved, pending in others or ():
-        changes.append((time, "reserved", reserved))
-        changes.append((time, "pending", pending))
-    held["reserved"] = reserved_at_end - sum(reserved for _, reserved, _ in others or ())
-    held["pending"] = 0
+    for time, reserved, pending in allocator:
+        changes += [(time, "reserved", reserved), (time, "pending", pending)]
     changes.sort(key=lambda change: change[0])
+    held = dict.fromkeys((*MEMORY_ROLES, "pending"), 0)
+    held["reserved"] = reserved_at_end - sum(reserved for _, reserved, _ in allocator)
     points: list[tuple[int, dict[str, int]]] = []
     for time, role, nbytes in changes:
         if time >= end:
@@ -323,28 +330,24 @@ def draw_curve(
         held[role] += nbytes
         if time > start:
             points.append((time, dict(held)))
-    if not points:
-        points.append((start, dict(held)))
+    points = points or [(start, held)]
 
     def total(point: tuple[int, dict[str, int]]) -> int:
         return sum(point[1][role] for role in MEMORY_ROLES)
 
-    peak = max(points, key=total)[0]
-    largest = _largest(blocks, peak)
+    largest = _largest(blocks, max(points, key=total)[0])
     size = -(-len(points) // POINTS)
     thin = [points[0]] + [max(points[i : i + size], key=total) for i in range(1, len(points), size)]
-    curve = Curve(
-        [time for time, _ in thin],
-        {role: [at[role] for _, at in thin] for role in MEMORY_ROLES},
-        largest,
+    roles = {role: tuple(at[role] for _, at in thin) for role in MEMORY_ROLES}
+    return StepMemory(
+        MemoryCurve(rank, tuple(time for time, _ in thin), roles),
+        reserved=[at["reserved"] for _, at in thin],
+        active=[total(point) + point[1]["pending"] for point in thin],
+        largest=largest,
     )
-    if others is not None:
-        curve.reserved = [at["reserved"] for _, at in thin]
-        curve.active = [total(point) + point[1]["pending"] for point in thin]
-    return curve
 
 
-def _largest(blocks: list[Block], moment: int) -> list[dict[str, Any]]:
+def _largest(blocks: list[MemoryBlock], moment: int) -> list[dict[str, Any]]:
     there = [
         block
         for block in blocks

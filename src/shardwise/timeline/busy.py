@@ -15,8 +15,8 @@ class Busy(Generic[Time]):
     """
 
     def __init__(self, intervals: Iterable[tuple[Time, Time]], gap: int = 0) -> None:
-        self.stretches = union(intervals, gap)
-        self._starts = [start for start, _ in self.stretches]
+        self.stretches: list[tuple[Time, Time]] = union(intervals, gap)
+        self._starts: list[Time] = [start for start, _ in self.stretches]
         self._before: list[Time] = [0]  # how long the stretches before each are
         for start, end in self.stretches:
             self._before.append(self._before[-1] + end - start)

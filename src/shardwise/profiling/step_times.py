@@ -1,4 +1,6 @@
-"""The steps of a profile: when each began and ended, by the host's clock and by the device's."""
+"""The steps of a profile: when each began and ended, by the host's clock and by the device's, and
+which end of an optimizer's step is the end of one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from time import perf_counter_ns
 import torch
 
 
-class Steps:
+class StepTimes:
     """Steps that follow each other from `begin` on; `end` tells of each one's end.
 
     A step has one or more optimizers. Those that step after the same forward are of one step.
@@ -18,20 +20,20 @@ class Steps:
         self.bounds: list[tuple[int, int]] = []  # of the steps that ended
         self._optimizers: list[int] = []  # that ended, in each of them
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # their bounds, on CUDA
-        self._forwards = 0  # outermost ones that belong to steps that ended
+        self._forwards = 0  # outermost ones that began before the last end
 
     def begin(self) -> None:
         """The next step begins here, and not where the last one ended."""
         if self._cuda:
-            self._opened = _mark()
+            self._opened = _record_event()
         self._begun = perf_counter_ns()
 
     def end(self, forwards: int | None) -> None:
-        """A step ends here; `forwards` is how many outermost ones began so far, if that is known.
-        Without a new one, it is the step before that ends later than it seemed.
+        """A step ends here; `forwards` is how many outermost forwards began so far, if that is
+        known. Without a new one since the last end, the last step goes on until here.
         """
         now = perf_counter_ns()
-        closed = _mark() if self._cuda else None
+        closed = _record_event() if self._cuda else None
         if self.bounds and forwards == self._forwards:
             self.bounds[-1] = self.bounds[-1][0], now
             self._optimizers[-1] += 1
@@ -60,7 +62,24 @@ class Steps:
         return [round(opened.elapsed_time(closed) * 1e6) for opened, closed in self._events]
 
 
-def _mark() -> torch.cuda.Event:
+class OptimizerNesting:
+    """Optimizers that step now, one inside the other; only the outermost ends a step."""
+
+    def __init__(self) -> None:
+        self._stepping: list[int] = []
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._stepping:  # its last step raised
+            self._stepping.clear()
+        self._stepping.append(id(optimizer))
+
+    def end(self) -> bool:
+        """One has stepped: whether it was the outermost."""
+        del self._stepping[-1:]
+        return not self._stepping
+
+
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,4 +1,4 @@
-"""The files of a profile, beside those of a run (`run_files.py`)."""
+"""Writing a profile's files, beside those of a run (`run_files.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import collective_time
-from shardwise.profiling.merge import Message
+from shardwise.profiling.merge import MeasuredMessage
 from shardwise.run_files import MEMORY, MESSAGES, TIMELINE, TRACE
 from shardwise.timeline import Timeline
 
@@ -21,7 +21,7 @@ _CURVE_POINTS = 13
 def write_profile(
     directory: Path,
     timeline: Timeline,
-    messages: Sequence[Message],
+    messages: Sequence[MeasuredMessage],
     memory: list[dict[str, Any]],
     cluster: str,
 ) -> None:
@@ -32,7 +32,7 @@ def write_profile(
     (directory / TRACE).write_text(json.dumps(timeline.to_chrome()) + "\n")
 
 
-def _messages(messages: Sequence[Message], name: str) -> dict[str, Any]:
+def _messages(messages: Sequence[MeasuredMessage], name: str) -> dict[str, Any]:
     curve: list[dict[str, Any]] = []
     if name:
         cluster = Cluster.load(name)
