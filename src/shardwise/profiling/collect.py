@@ -80,9 +80,8 @@ class Profile:
         if type(steps) is not int or steps < 1:
             raise ValueError(f"profile: steps is {steps!r}, expected a whole number >= 1")
         if not isinstance(model, nn.Module | None):
-            raise ValueError(
-                f"profile: model is a {type(model).__name__}, expected the nn.Module that trains"
-            )
+            kind = type(model).__name__
+            raise ValueError(f"profile: model is a {kind}, expected the nn.Module that trains")
         self.model, self.steps, self.title, self.traces = model, steps, title, traces
         if engines is None:
             engines = [engine_of(model)] if model is not None and is_sharded(model) else []
@@ -122,45 +121,48 @@ class Profile:
         with self._costs():
             if marking.on is not None:
                 raise RuntimeError("a profile runs already in this process; end it first")
-            cuda = self._device == "cuda"
+            cuda, ours = self._device == "cuda", bool(self.engines)
             self._peers = Peers()
-            self._ahead, self._clock_error = self._peers.compare_clocks()
+            ahead, self._clock_error = self._peers.compare_clocks()
             # Marks tell whose a kernel is; without them autograd's operations do.
-            operations = not cuda or self.traces or not (self.engines or self._fsdp)
-            self._tracer = Tracer(cuda, operations)
-            # Which steps are traced: as few as can be, because it lengthens them.
-            last = self.steps - 1
-            self._traced = range(self.steps)[:TRACED_ON_CUDA] if cuda else range(last, self.steps)
-            self._history = CudaHistory() if cuda else None
+            marked = ours or self._fsdp
+            self._tracer = Tracer(cuda, operations=self.traces or not marked)
             self.marks = Marks(self._device, Nvtx() if cuda else None)
             self.marks.turn("", "forward")  # the first step begins as the others do
             self.marks.on_forward = self._at_forward
-            self._running = note_torch(self.marks, self.model, bool(self.engines), self._fsdp)
+            self.taken = StepTimes(self._device)
+            # As few steps as can be, because tracing lengthens them.
+            traced = range(self.steps)[:TRACED_ON_CUDA] if cuda else range(self.steps)[-1:]
+            history = CudaHistory() if cuda else None
+            self._running = note_torch(self.marks, self.model, ours, self._fsdp)
             try:
-                self._before = self._find_owners()
-                if not self._traced.start:
+                owners = self._find_owners()
+                self._seen = Collected(
+                    self._device, self.marks, marked, ours, self.taken, traced, history, ahead,
+                    before=owners, owners=owners,
+                )  # fmt: skip
+                if not self._seen.traced.start:
                     self._begin_trace()
             except BaseException:
                 self._running.close()
                 raise
             marking.on = self.marks
-        self.taken = StepTimes(self._device)
         self.taken.begin()
 
     def _begin_trace(self) -> None:
-        self._before = self._find_owners()
-        if self._history is not None:
+        self._seen.before = self._find_owners()
+        if self._seen.history is not None:
             torch.cuda.synchronize()
-            self._history.start()
+            self._seen.history.start()
         self._tracer.start()
         self.marks.traced = True
 
     def _end_trace(self) -> None:
         self.marks.traced = False
         self._tracer.stop()
-        self._owners = self._find_owners()
-        if self._history is not None:
-            self._history.stop()
+        self._seen.owners = self._find_owners()
+        if self._seen.history is not None:
+            self._seen.history.stop()
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step, maybe inside another one's step."""
@@ -185,7 +187,7 @@ class Profile:
             return
         if count >= self.steps:
             self._stop()
-        elif self.marks.traced and count >= self._traced.stop:
+        elif self.marks.traced and count >= self._seen.traced.stop:
             with self._costs():
                 self._end_trace()
             self.taken.begin()
@@ -193,14 +195,16 @@ class Profile:
             self._trace_if_next()
 
     def _at_forward(self) -> None:
-        """A forward begins: of the first step that is traced, it may be, or of one too many."""
+        """An outermost forward begins. Tracing begins with it where its step is the first that is
+        traced; after the last step it ends the profile.
+        """
         if len(self.bounds) >= self.steps:
             self._stop()
         else:
             self._trace_if_next()
 
     def _trace_if_next(self) -> None:
-        if len(self.bounds) == self._traced.start and not self.marks.traced:
+        if len(self.bounds) == self._seen.traced.start and not self.marks.traced:
             with self._costs():
                 self._begin_trace()
             self.taken.begin()
@@ -229,7 +233,7 @@ class Profile:
         with self._costs():
             marking.on = None
             self._running.close()
-            if self.marks.traced or len(self.bounds) <= self._traced.start:
+            if self.marks.traced or len(self.bounds) <= self._seen.traced.start:
                 self._end_trace()
 
     @contextmanager
@@ -252,27 +256,16 @@ class Profile:
                     f"steps, and the ranks took {counts}; run at least one step in it, or call "
                     "its step() where a step ends without a torch optimizer"
                 )
-            traced = any(i < count for i in self._traced)
-            seen = Collected(
-                device=self._device,
-                marks=self.marks,
-                marked=bool(self.engines or self._fsdp),
-                waits_marked=bool(self.engines),
-                steps=self.taken,
-                traced=self._traced,
-                history=self._history,
-                before=self._before,
-                owners=self._owners,
-                ahead=self._ahead,
-            )
-            choice = choose(seen, self._tracer.read() if traced else None, count, self._peers)
+            traced = count > self._seen.traced.start
+            trace = self._tracer.read() if traced else None
+            choice = choose(self._seen, trace, count, self._peers)
             labels = self._describe() | {"steps": str(count), **choice.labels}
             labels["clock_error_us"] = f"{self._clock_error / 1e3:.1f}"
             if choice.note:
                 labels["note"] = choice.note
             if choice.warns and self._peers.leads:
                 warnings.warn(f"profile: {choice.note}", stacklevel=2)
-            told = self._peers.exchange((labels, read_step(seen, choice, self._peers.rank)))
+            told = self._peers.exchange((labels, read_step(self._seen, choice, self._peers.rank)))
             merged = merge([step for _, step in told], labels=told[0][0])
             self._timeline, self.messages, self.memory = merged
 
@@ -316,7 +309,8 @@ class Profile:
         directory.mkdir(parents=True, exist_ok=True)
         if self._peers.leads:
             write_profile(directory, self.timeline, self.messages, self.memory, cluster)
-        snapshot = self._history.snapshot if self._history is not None else None
+        history = self._seen.history
+        snapshot = history.snapshot if history is not None else None
         profiler = self._tracer.profiler if self.traces else None
         write_raw(directory, self._peers.rank, profiler, snapshot)
 

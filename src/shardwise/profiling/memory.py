@@ -8,11 +8,13 @@ allocator's figure; what nobody claims is "other".
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -55,16 +57,19 @@ class Owned:
 class Owners:
     """Who owns memory, by address: found by looking through engines, models and optimizers."""
 
+    device: str = "cpu"
     tensors: dict[int, Owned] = field(default_factory=dict)
     buffers: dict[int, Owned] = field(default_factory=dict)  # by id of an engine's Buffer
     sizes: dict[str, set[int]] = field(default_factory=dict)  # of gradients, by unit
 
-    def add(self, tensor: torch.Tensor, role: str, what: str, device: str) -> None:
+    def add(self, tensor: torch.Tensor | None, role: str, what: str) -> None:
+        if tensor is None:
+            return
         local = torch_private.local_of(tensor)
         if torch_private.is_wrapper(local):  # a class of its own, around tensors with memory
             for name in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-                self.add(getattr(local, name), role, what, device)
-        elif local.device.type == device and not local.is_meta:
+                self.add(getattr(local, name), role, what)
+        elif local.device.type == self.device and not local.is_meta:
             storage = local.untyped_storage()
             if storage.nbytes():
                 self.tensors.setdefault(
@@ -79,47 +84,43 @@ def find_owners(
     device: str,
 ) -> Owners:
     """Everything that is held from step to step, and the engine's buffers."""
-    owners = Owners()
-    for engine in engines:
-        for unit in engine.units:
-            owners.add(unit.parameters.master, "parameters", unit.name, device)
-            if not unit.prepared:
+    owners = Owners(device)
+    for unit in (unit for engine in engines for unit in engine.units):
+        owners.add(unit.parameters.master, "parameters", unit.name)
+        if not unit.prepared:
+            continue
+        held: list[tuple[Any, str]] = [(unit.kept_buffer, "full")]
+        if not unit.parameters.aliased:
+            held.append((getattr(unit.parameters, "buffer", None), "full"))
+        gradients = unit.gradients
+        if gradients is not None:
+            what = f"gradients of {unit.name}"
+            owners.buffers[id(gradients)] = Owned(gradients.nbytes, "gradients", what)
+            owners.add(gradients.sums, "gradients", unit.name)
+            if gradients.slot is not None:
+                held.append((gradients.slot.buffer, "slots"))
+            owners.sizes[unit.name] = _gradient_sizes(gradients)
+        for buffer, role in held:
+            if buffer is None:
                 continue
-            held: list[tuple[Any, str]] = [(unit.kept_buffer, "full")]
-            if not unit.parameters.aliased:
-                held.append((getattr(unit.parameters, "buffer", None), "full"))
-            gradients = unit.gradients
-            if gradients is not None:
-                what = f"gradients of {unit.name}"
-                owners.buffers[id(gradients)] = Owned(gradients.nbytes, "gradients", what)
-                if gradients.sums is not None:
-                    owners.add(gradients.sums, "gradients", unit.name, device)
-                slot = gradients.slot
-                held.append((slot.buffer if slot is not None else None, "slots"))
-                owners.sizes[unit.name] = _gradient_sizes(gradients)
-            for buffer, role in held:
-                if buffer is None:
-                    continue
-                flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
-                nbytes = sum(flat.nbytes for flat in flats)
-                owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
-                for flat in flats:
-                    owners.add(flat, role, unit.name, device)
+            flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
+            nbytes = sum(flat.nbytes for flat in flats)
+            owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
+            for flat in flats:
+                owners.add(flat, role, unit.name)
     for name, parameter in model.named_parameters() if model is not None else ():
-        owners.add(parameter.data, "parameters", name, device)
-        if parameter.grad is not None:
-            owners.add(parameter.grad, "gradients", name, device)
+        owners.add(parameter.data, "parameters", name)
+        owners.add(parameter.grad, "gradients", name)
     for name, buffer in model.named_buffers() if model is not None else ():
-        owners.add(buffer, "other", name, device)
+        owners.add(buffer, "other", name)
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            owners.add(parameter.data, "parameters", "an optimizer", device)
-            if parameter.grad is not None:
-                owners.add(parameter.grad, "gradients", "an optimizer", device)
+            owners.add(parameter.data, "parameters", "an optimizer")
+            owners.add(parameter.grad, "gradients", "an optimizer")
         for state in optimizer.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    owners.add(value, "state", str(key), device)
+                    owners.add(value, "state", str(key))
     return owners
 
 
@@ -319,32 +320,23 @@ def draw_curve(
     for time, reserved, pending in allocator:
         changes += [(time, "reserved", reserved), (time, "pending", pending)]
     changes.sort(key=lambda change: change[0])
-    held = dict.fromkeys((*MEMORY_ROLES, "pending"), 0)
-    held["reserved"] = reserved_at_end - sum(reserved for _, reserved, _ in allocator)
-    points: list[tuple[int, dict[str, int]]] = []
-    for time, role, nbytes in changes:
-        if time >= end:
-            break
-        if time > start and not points:
-            points.append((start, dict(held)))
-        held[role] += nbytes
-        if time > start:
-            points.append((time, dict(held)))
-    points = points or [(start, held)]
-
-    def total(point: tuple[int, dict[str, int]]) -> int:
-        return sum(point[1][role] for role in MEMORY_ROLES)
-
-    largest = _largest(blocks, max(points, key=total)[0])
-    size = -(-len(points) // POINTS)
-    thin = [points[0]] + [max(points[i : i + size], key=total) for i in range(1, len(points), size)]
-    roles = {role: tuple(at[role] for _, at in thin) for role in MEMORY_ROLES}
-    return StepMemory(
-        MemoryCurve(rank, tuple(time for time, _ in thin), roles),
-        reserved=[at["reserved"] for _, at in thin],
-        active=[total(point) + point[1]["pending"] for point in thin],
-        largest=largest,
-    )
+    columns = {role: i for i, role in enumerate((*MEMORY_ROLES, "reserved", "pending"))}
+    held = np.zeros((len(changes) + 1, len(columns)), np.int64)
+    held[0, columns["reserved"]] = reserved_at_end - sum(reserved for _, reserved, _ in allocator)
+    for i, (_, role, nbytes) in enumerate(changes, 1):
+        held[i, columns[role]] = nbytes
+    moments = [time for time, _, _ in changes]
+    first, last = bisect_right(moments, start), bisect_left(moments, end)
+    times = [start, *moments[first:last]]
+    held = held.cumsum(axis=0)[first : last + 1]  # at the start, and after each change from then on
+    totals = held[:, : len(MEMORY_ROLES)].sum(axis=1)
+    largest = _largest(blocks, times[totals.argmax()])
+    size = -(-len(times) // POINTS)
+    thin = [0, *(i + int(totals[i : i + size].argmax()) for i in range(1, len(times), size))]
+    series = {role: tuple(held[thin, i].tolist()) for role, i in columns.items()}
+    curve = MemoryCurve(rank, tuple(times[i] for i in thin), {r: series[r] for r in MEMORY_ROLES})
+    active = (totals[thin] + held[thin, columns["pending"]]).tolist()
+    return StepMemory(curve, list(series["reserved"]), active, largest)
 
 
 def _largest(blocks: list[MemoryBlock], moment: int) -> list[dict[str, Any]]:

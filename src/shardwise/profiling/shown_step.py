@@ -34,7 +34,7 @@ ALLOWED = 0.05
 
 @dataclass
 class Collected:
-    """All that one rank saw."""
+    """All that one rank sees while it profiles."""
 
     device: str
     marks: Marks
@@ -44,9 +44,8 @@ class Collected:
     traced: range  # which of the steps
     history: CudaHistory | None
     ahead: int  # nanoseconds that this rank's clock is ahead of the first one's
-    # Who owned memory when the trace began, and when it ended.
-    before: Owners
-    owners: Owners
+    before: Owners  # of memory when the trace began
+    owners: Owners  # of memory when it ended
 
 
 @dataclass

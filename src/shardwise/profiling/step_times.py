@@ -5,6 +5,7 @@ which end of an optimizer's step is the end of one.
 from __future__ import annotations
 
 from time import perf_counter_ns
+from typing import Any
 
 import torch
 
@@ -18,36 +19,35 @@ class StepTimes:
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
         self.bounds: list[tuple[int, int]] = []  # of the steps that ended
-        self._optimizers: list[int] = []  # that ended, in each of them
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # their bounds, on CUDA
+        self._events: list[tuple[Any, Any]] = []  # their bounds on CUDA
+        self._optimizers: list[int] = []  # that ended in each of them
         self._forwards = 0  # outermost ones that began before the last end
 
     def begin(self) -> None:
         """The next step begins here, and not where the last one ended."""
-        if self._cuda:
-            self._opened = _record_event()
-        self._begun = perf_counter_ns()
+        self._opened, self._begun = self._record_event(), perf_counter_ns()
 
     def end(self, forwards: int | None) -> None:
         """A step ends here; `forwards` is how many outermost forwards began so far, if that is
         known. Without a new one since the last end, the last step goes on until here.
         """
-        now = perf_counter_ns()
-        closed = _record_event() if self._cuda else None
+        now, closed = perf_counter_ns(), self._record_event()
+        begun, opened, ended = self._begun, self._opened, 1
         if self.bounds and forwards == self._forwards:
-            self.bounds[-1] = self.bounds[-1][0], now
-            self._optimizers[-1] += 1
-            if closed is not None:
-                self._events[-1] = self._events[-1][0], closed
-        else:
-            self.bounds.append((self._begun, now))
-            self._optimizers.append(1)
-            if closed is not None:
-                self._events.append((self._opened, closed))
-        self._begun = now
-        if closed is not None:
-            self._opened = closed
+            begun, opened = self.bounds.pop()[0], self._events.pop()[0]
+            ended += self._optimizers.pop()
+        self.bounds.append((begun, now))
+        self._events.append((opened, closed))
+        self._optimizers.append(ended)
+        self._begun, self._opened = now, closed
         self._forwards = forwards if forwards is not None else -1
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @property
     def whole(self) -> bool:
@@ -77,9 +77,3 @@ class OptimizerNesting:
         """One has stepped: whether it was the outermost."""
         del self._stepping[-1:]
         return not self._stepping
-
-
-def _record_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -71,10 +71,12 @@ def cut(start: int, spans: list[Span]) -> list[Segment]:
     """Cut a rank's step, from `start` to its last end, into segments of one kind each."""
     changes: list[tuple[int, int, Span]] = []
     for span in spans:
-        if _place(span) != (False, HOST) and span.end > span.start:
+        if _stream_and_role(span) != (False, HOST) and span.end > span.start:
             changes += [(span.start, 1, span), (span.end, 0, span)]
     changes.sort(key=lambda change: change[:2])
-    on_compute = union((s.start, s.end) for s in spans if _place(s) in _KINDS and _place(s)[0])
+    on_compute = union(
+        (s.start, s.end) for s in spans if _stream_and_role(s) in _KINDS and _stream_and_role(s)[0]
+    )
     resumes = [begin for begin, _ in on_compute]
     active: dict[tuple[bool, str], dict[int, Span]] = defaultdict(dict)
     segments: list[Segment] = []
@@ -87,17 +89,17 @@ def cut(start: int, spans: list[Span]) -> list[Segment]:
             segments.append(Segment(at, time, *_classify(active, resume)))
             at = time
         if opens:
-            active[_place(span)][id(span)] = span
+            active[_stream_and_role(span)][id(span)] = span
         else:
-            active[_place(span)].pop(id(span), None)
+            active[_stream_and_role(span)].pop(id(span), None)
     return segments
 
 
 def _classify(
     active: Mapping[tuple[bool, str], dict[int, Span]], resume: int
 ) -> tuple[str, Span | None]:
-    for place, kind in _KINDS.items():
-        running = active.get(place)
+    for key, kind in _KINDS.items():
+        running = active.get(key)
         if running:
             if kind == "host_idle":
                 break
@@ -106,6 +108,6 @@ def _classify(
     return "host_idle", None
 
 
-def _place(span: Span) -> tuple[bool, str]:
+def _stream_and_role(span: Span) -> tuple[bool, str]:
     """Whether it is on the compute stream, and its role."""
     return span.stream == COMPUTE or span.role == "compute", span.role
