@@ -74,9 +74,7 @@ class Profile:
         fsdp: bool = False,
         device: str = "",
     ) -> None:
-        """Without a model, `engines` are what is profiled, or torch's FSDP2 if `fsdp`, on
-        `device`.
-        """
+        """Without a model, `engines` on `device` are profiled, or torch's FSDP2 if `fsdp`."""
         if type(steps) is not int or steps < 1:
             raise ValueError(f"profile: steps is {steps!r}, expected a whole number >= 1")
         if not isinstance(model, nn.Module | None):
@@ -87,7 +85,7 @@ class Profile:
             engines = [engine_of(model)] if model is not None and is_sharded(model) else []
         self.engines = engines
         self._fsdp = fsdp or (not engines and uses_fsdp(model))
-        self.seconds = 0.0  # that starting, stopping and reading took beside the steps
+        self.seconds = 0.0  # of starting, stopping and reading, beside the steps' own time
         self._device = device or _find_device(model, engines)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._nesting = OptimizerNesting()
@@ -98,7 +96,7 @@ class Profile:
     # Running
 
     def __enter__(self) -> Profile:
-        self.start()  # first: where it raises, nothing is left on the optimizers
+        self.start()  # before the hooks: if it raises, none is left on the optimizers
         self._hooks = watch_steps(self.before_optimizer, self.after_optimizer)
         return self
 
@@ -110,13 +108,13 @@ class Profile:
             self.cancel()
 
     def close(self) -> None:
-        """Take the hooks off; not where the last step ends, which is inside them."""
+        """Take the hooks off the optimizers. Not at the last step's end: that is inside a hook."""
         for hook in self._hooks:
             hook.remove()
 
     def start(self) -> None:
-        """Begin with the first step. Without the `with` block, whoever calls this also tells of
-        the optimizers' steps.
+        """Begin with the first step. Whoever calls this without the `with` block also calls
+        `before_optimizer` and `after_optimizer`.
         """
         with self._costs():
             if marking.on is not None:
@@ -158,8 +156,9 @@ class Profile:
         self.marks.traced = True
 
     def _end_trace(self) -> None:
-        self.marks.traced = False
-        self._tracer.stop()
+        if self.marks.traced:
+            self.marks.traced = False
+            self._tracer.stop()
         self._seen.owners = self._find_owners()
         if self._seen.history is not None:
             self._seen.history.stop()
@@ -178,7 +177,7 @@ class Profile:
             self.step()
 
     def step(self) -> None:
-        """A step ends here. Optimizers say so by themselves."""
+        """A step ends here. Called at the end of each outermost optimizer step."""
         if self.stopped:
             return
         self.taken.end(len(self.marks.roots) if self._knows_forwards else None)
@@ -233,6 +232,7 @@ class Profile:
         with self._costs():
             marking.on = None
             self._running.close()
+            # Also where the trace never began: it ends with who owns memory.
             if self.marks.traced or len(self.bounds) <= self._seen.traced.start:
                 self._end_trace()
 
@@ -277,10 +277,8 @@ class Profile:
         engine = "shardwise" if self.engines else "torch"
         plans = [engine.plan.title for engine in self.engines if engine.plan is not None]
         plan = plans[0] if plans else _wrapping(self.model, self.engines)
-        # Ranks of a fake group have no network either.
-        emulated = self._peers.fake or hasattr(
-            getattr(dist.all_reduce, "__self__", None), "network"
-        )
+        emulation = getattr(dist.all_reduce, "__self__", None)  # it stands in for torch's functions
+        emulated = self._peers.fake or hasattr(emulation, "network")
         device = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
         return {
             "title": self.title or f"{engine}, {plan}, {device}",

@@ -34,7 +34,9 @@ _BLOCK = 512  # CUDA's allocator gives out multiples
 
 @dataclass
 class MemoryBlock:
-    """Memory that was taken once: `born` and `died` are None outside the profile."""
+    """Memory that was taken once. `born` is None if that was before the profile, `died` if it was
+    given back after it or not at all.
+    """
 
     address: int
     nbytes: int
@@ -163,9 +165,8 @@ class CudaHistory:
             size = _rounded(entry["size"])
             action = entry["action"]
             if action == "alloc":
-                block = MemoryBlock(address, size, born=time)
-                alive[address] = block
-                blocks.append(block)
+                alive[address] = MemoryBlock(address, size, born=time)
+                blocks.append(alive[address])
             elif action == "free_requested":
                 if address not in alive:
                     alive[address] = MemoryBlock(address, size)
@@ -191,7 +192,7 @@ class CudaHistory:
 
     @property
     def reserved(self) -> int:
-        """At the end."""
+        """Bytes that the allocator held from the device at the end."""
         device = torch.cuda.current_device()
         segments = self.snapshot["segments"]
         return sum(s["total_size"] for s in segments if s["device"] == device)
@@ -200,12 +201,10 @@ class CudaHistory:
 def host_blocks(
     allocations: list[HostAllocation], before: Owners, owners: Owners, noted: list[BufferMark]
 ) -> list[MemoryBlock]:
-    """Every block of the host's allocator: seen by the profiler, or held by an owner before it
-    began; such a one ends where the engine says that it gave it back.
+    """Every block of the host's allocator: those that the profiler saw, and those that an owner
+    held before it began, which end where the engine says that it gave them back.
     """
-    alive: dict[int, MemoryBlock] = {}
-    for address, owned in before.tensors.items():
-        alive[address] = MemoryBlock(address, owned.nbytes, role=owned.role, what=owned.what)
+    alive = {address: MemoryBlock(address, o.nbytes) for address, o in before.tensors.items()}
     blocks = list(alive.values())
     events: list[tuple[int, int, int]] = [(a.time, a.address, a.nbytes) for a in allocations]
     if allocations:

@@ -26,10 +26,11 @@ NO_TRACE = (
 RETIMED = (
     "launches are placed as in a step without a trace, and the device's times follow from them"
 )
-# On CUDA a traced step whose time differs from the timed one's by at most this share is shown.
-LITTLE = 0.02
-# A traced step that was brought to a timed one may be this share off what that one took.
-ALLOWED = 0.05
+# On CUDA the traced step itself is shown if it is at most this share longer or shorter than the
+# timed one.
+AS_LONG = 0.02
+# A traced step that was brought to the timed one may be this share longer or shorter than it.
+MOST_OFF = 0.05
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Choice:
     source: int | None = None  # the traced step that tells of it
     step_map: StepMap | None = None  # from the source to the shown one, if they are two
     note: str = ""  # what a reader of it should know
-    warns: bool = False  # it is not what was asked for
+    warns: bool = False  # the user is warned with the note
 
 
 def choose(seen: Collected, trace: TorchTrace | None, count: int, peers: Peers) -> Choice:
@@ -73,9 +74,11 @@ def choose(seen: Collected, trace: TorchTrace | None, count: int, peers: Peers) 
     took = seen.steps.durations()
     slowest = [max(times) for times in zip(*peers.exchange(took[:count]), strict=True)]
     shown = sorted(timed, key=slowest.__getitem__)[(len(timed) - 1) // 2]
-    labels = {"step_ms": f"{statistics.median(slowest[i] for i in timed) / 1e6:.3f}"}
-    # What kind of step the shown one is as to its time; a comparison wants two of one kind.
-    labels["timing"] = TRACED if timed == traced else UNTRACED
+    labels = {
+        "step_ms": f"{statistics.median(slowest[i] for i in timed) / 1e6:.3f}",
+        # Whether tracing lengthened the shown step: only steps of one kind are compared.
+        "timing": TRACED if timed == traced else UNTRACED,
+    }
     if trace is None or not traced:
         return Choice(shown, None, labels, note=NO_TRACE, warns=True)
     source = traced[-1]
@@ -83,28 +86,28 @@ def choose(seen: Collected, trace: TorchTrace | None, count: int, peers: Peers) 
         shown = source if cuda else shown
         return Choice(shown, trace, labels, shown)
     labels["traced_ms"] = f"{slowest[source] / 1e6:.3f}"
-    if cuda and abs(slowest[source] / slowest[shown] - 1) <= LITTLE:
+    if cuda and abs(slowest[source] / slowest[shown] - 1) <= AS_LONG:
         return Choice(source, trace, labels, source)
     step_map = StepMap(seen.marks, seen.steps.bounds[source], seen.steps.bounds[shown])
     why = f"the timed one went another way: {step_map.difference}" if step_map.difference else ""
     brought = trace
     if cuda and not why:
         brought, why = _bring(trace, step_map, took[shown])
-    whys = [each for each in peers.exchange(why) if each]
-    if whys:  # on any rank
+    reasons = [each for each in peers.exchange(why) if each]
+    if reasons:  # on any rank
         note = (
             f"the traced step is shown ({slowest[source] / 1e6:.1f} ms where the timed one took "
-            f"{slowest[shown] / 1e6:.1f}), because {whys[0]}"
+            f"{slowest[shown] / 1e6:.1f}), because {reasons[0]}"
         )
         return Choice(source, trace, labels | {"timing": TRACED}, source, note=note, warns=True)
     return Choice(shown, brought, labels, source, step_map, RETIMED if cuda else "")
 
 
 def _bring(trace: TorchTrace, step_map: StepMap, took: int) -> tuple[TorchTrace, str]:
-    """The trace in the timed step, which took so long, or why it cannot be brought there."""
+    """The trace as of the timed step, which `took` nanoseconds, or why that fails."""
     kernels = bring_kernels(trace.kernels, step_map)
     opened, closed = (device_end(kernels, moment) for moment in step_map.timed)
-    if abs(closed - opened - took) > ALLOWED * took:
+    if abs(closed - opened - took) > MOST_OFF * took:
         why = (
             f"brought to the timed one it would take {(closed - opened) / 1e6:.1f} ms, and that "
             f"took {took / 1e6:.1f} ms"
@@ -118,7 +121,7 @@ def read_step(seen: Collected, choice: Choice, rank: int) -> RankStep:
     marks, trace, step_map = seen.marks, choice.trace, choice.step_map
     start, end = seen.steps.bounds[choice.shown]
     if trace is not None and not seen.marked:
-        # Contexts of backward, in the traced step and in the shown one.
+        # Backward's contexts come from the trace: in the traced step, and as many in the shown one.
         found = foreign.find_backward(trace, marks)
         moved = [(step_map.time(at), unit, phase) for at, unit, phase in found] if step_map else []
         marks.contexts[:] = sorted([*marks.contexts, *found, *moved])

@@ -77,7 +77,6 @@ class Tracer:
         self.cuda, self.anchored = cuda, operations or not cuda
         self.profiler: profile | None = None
         self._anchors: list[tuple[int, int]] = []
-        self._runs = False
 
     def start(self) -> None:
         if torch.autograd._profiler_enabled():
@@ -92,14 +91,9 @@ class Tracer:
             warnings.simplefilter("ignore", UserWarning)  # it has one cycle only, and loses nothing
             self.profiler = profile(activities=activities, profile_memory=not self.cuda)
             self.profiler.start()
-        self._runs = True
         self._anchor()
 
     def stop(self) -> None:
-        """Stop, if it runs."""
-        if not self._runs:
-            return
-        self._runs = False
         if self.cuda:
             torch.cuda.synchronize()
         self._anchor()

@@ -51,7 +51,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a rank's step of one kind; `span` is what it is laid to, if anything."""
+    """A stretch of a rank's step of one kind; `span` is what it is attributed to, if anything."""
 
     start: int
     end: int

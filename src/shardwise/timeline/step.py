@@ -108,17 +108,17 @@ class Timeline:
 
     def exposed(self, rank: int | None = None) -> dict[tuple[str, str], int]:
         """Nanoseconds of exposed transfer by (unit, phase)."""
-        return self._laid_to("exposed_transfer", rank)
+        return self._by_unit("exposed_transfer", rank)
 
     def waiting(self, rank: int | None = None) -> dict[tuple[str, str], int]:
         """Nanoseconds of waiting for late peers by (unit, phase)."""
-        return self._laid_to("waiting_for_peers", rank)
+        return self._by_unit("waiting_for_peers", rank)
 
     def host_bound(self, rank: int | None = None) -> int:
         """Nanoseconds in which the compute stream had nothing because the host was late."""
         return self.breakdown(rank).host_idle
 
-    def _laid_to(self, kind: str, rank: int | None) -> dict[tuple[str, str], int]:
+    def _by_unit(self, kind: str, rank: int | None) -> dict[tuple[str, str], int]:
         found: dict[tuple[str, str], int] = defaultdict(int)
         for segment in self.segments(rank):
             if segment.kind == kind and segment.span is not None:
