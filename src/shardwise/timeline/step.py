@@ -196,7 +196,5 @@ class Timeline:
         )
 
     def to_chrome(self) -> dict[str, Any]:
-        """The trace format that Perfetto and chrome://tracing open: ranks are processes, streams
-        threads, memory a counter, arrows from a gather to what computes with it.
-        """
+        """The trace format that Perfetto and chrome://tracing open."""
         return to_chrome(self._by_rank, self.memory, self.stands_for, self.labels)
