@@ -115,4 +115,4 @@ def __dir__() -> list[str]:
 processor.settle(probe=False)
 
 if os.environ.get("SHARDWISE_PROFILE"):  # set by `shardwise profile`, for every rank it starts
-    importlib.import_module("shardwise.profiling.auto")
+    importlib.import_module("shardwise.profiling.watch")

@@ -119,7 +119,7 @@ def check_host_bound(found: dict[str, Any]) -> None:
     """A short batch, where the host limits the step and tracing slows the host: what is shown is as
     long as steps were without.
     """
-    from shardwise.profiling.reading import RETIMED
+    from shardwise.profiling.shown_step import RETIMED
 
     assert found["labels"].get("note", RETIMED) == RETIMED, found["labels"]
     assert found["step_ms"] < 1.1 * float(found["labels"]["step_ms"]), found["labels"]

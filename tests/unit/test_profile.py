@@ -8,14 +8,22 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine import marks as marking
-from shardwise.engine.marks import BufferMark, Call, Marks, Range, Wait
-from shardwise.profiling import device as profile_device
-from shardwise.profiling import host as profile_host
-from shardwise.profiling.carry import Carry
+from shardwise.engine.marks import BufferMark, CallMark, Marks, RangeMark, WaitMark
 from shardwise.profiling.collect import NothingProfiled
-from shardwise.profiling.memory import Block, Owned, Owners, assign_roles, draw_curve, host_blocks
-from shardwise.profiling.spans import HostPieces, Transfer, cut_host, part_waiting
-from shardwise.profiling.trace import Allocation, Event, Kernel, Trace
+from shardwise.profiling.device import device_spans
+from shardwise.profiling.host import host_step
+from shardwise.profiling.memory import (
+    MemoryBlock,
+    Owned,
+    Owners,
+    assign_roles,
+    draw_curve,
+    host_blocks,
+)
+from shardwise.profiling.merge import RankTransfer, part_waiting
+from shardwise.profiling.pieces import HostPieces
+from shardwise.profiling.trace import HostAllocation, HostEvent, Kernel, TorchTrace
+from shardwise.profiling.traced_to_timed import StepMap
 from shardwise.timeline import COMPUTE, Span, Timeline
 
 MS = 1_000_000
@@ -24,11 +32,13 @@ MS = 1_000_000
 def make_marks() -> Marks:
     """A forward of units a and b, where b's gather is issued at 1 ms and waited for at 11 ms."""
     marks = Marks()
-    call = Call("all_gather", "b", "forward", "shard", 64, 2, (0, 1), 1 * MS, 2 * MS, None, 15 * MS)
+    call = CallMark(
+        "all_gather", "b", "forward", "shard", 64, (0, 1), 1 * MS, 2 * MS, None, 15 * MS
+    )
     marks.contexts[:] = [(0, "", "forward"), (3 * MS, "a", "forward"), (16 * MS, "b", "forward")]
     marks.ranges[:] = [
-        Range("gather", "b", "forward", 1 * MS, 3 * MS),
-        Wait("wait", "b", "forward", 11 * MS, 16 * MS, call),
+        RangeMark("gather", "b", "forward", 1 * MS, 3 * MS),
+        WaitMark("wait", "b", "forward", 11 * MS, 16 * MS, call),
     ]
     marks.calls[:] = [call]
     return marks
@@ -36,16 +46,16 @@ def make_marks() -> Marks:
 
 def test_a_host_computes_copies_waits_and_idles() -> None:
     marks = make_marks()
-    trace = Trace(host=1)
+    trace = TorchTrace(host=1)
     trace.operations = [
-        Event("c10d::allgather_", 1 * MS, 2 * MS, 1),
-        Event("aten::mm", 4 * MS, 8 * MS, 1),
-        Event("aten::mm", 8 * MS + 100_000, 10 * MS, 1),  # after Python between two operations
-        Event("aten::copy_", 5 * MS, 30 * MS, 2),  # gloo's own thread
-        Event("aten::mm", 17 * MS, 20 * MS, 1),
+        HostEvent("c10d::allgather_", 1 * MS, 2 * MS, 1),
+        HostEvent("aten::mm", 4 * MS, 8 * MS, 1),
+        HostEvent("aten::mm", 8 * MS + 100_000, 10 * MS, 1),  # after Python between two operations
+        HostEvent("aten::copy_", 5 * MS, 30 * MS, 2),  # gloo's own thread
+        HostEvent("aten::mm", 17 * MS, 20 * MS, 1),
     ]
-    trace.transfers = [Event("gloo:all_gather", 2 * MS, 15 * MS, 2)]
-    spans, transfers = profile_host.host_step(trace, marks, (0, 20 * MS), 0)
+    trace.transfers = [HostEvent("gloo:all_gather", 2 * MS, 15 * MS, 2)]
+    spans, transfers = host_step(trace, marks, (0, 20 * MS), 0)
     assert [t.span.start for t in transfers] == [2 * MS]
     timeline = Timeline((*spans, *part_waiting([transfers])))
     assert timeline.breakdown().parts() == {
@@ -62,9 +72,9 @@ def test_a_host_computes_copies_waits_and_idles() -> None:
 def test_a_long_pause_between_operations_is_the_hosts() -> None:
     marks = Marks()
     marks.contexts[:] = [(0, "a", "forward")]
-    trace = Trace(host=1)
-    trace.operations = [Event("aten::mm", 0, MS, 1), Event("aten::mm", 9 * MS, 10 * MS, 1)]
-    spans, _ = profile_host.host_step(trace, marks, (0, 10 * MS), 0)
+    trace = TorchTrace(host=1)
+    trace.operations = [HostEvent("aten::mm", 0, MS, 1), HostEvent("aten::mm", 9 * MS, 10 * MS, 1)]
+    spans, _ = host_step(trace, marks, (0, 10 * MS), 0)
     assert [(s.role, s.duration) for s in spans] == [
         ("compute", MS), ("host", 8 * MS), ("compute", MS),
     ]  # fmt: skip
@@ -72,11 +82,11 @@ def test_a_long_pause_between_operations_is_the_hosts() -> None:
 
 def test_kernels_belong_to_the_mark_that_launched_them() -> None:
     marks = Marks("cuda")
-    call = Call("all_gather", "b", "forward", "shard", 64, 8, tuple(range(8)), 120, 140)
+    call = CallMark("all_gather", "b", "forward", "shard", 64, tuple(range(8)), 120, 140)
     marks.contexts[:] = [(0, "a", "forward"), (200, "b", "forward")]
-    marks.ranges[:] = [Range("gather", "b", "forward", 100, 180)]
+    marks.ranges[:] = [RangeMark("gather", "b", "forward", 100, 180)]
     marks.calls[:] = [call]
-    trace = Trace()
+    trace = TorchTrace()
     us = 1000
     trace.kernels = [
         Kernel("gemm", 10 * us, 20 * us, 7, 50, "kernel"),
@@ -86,7 +96,7 @@ def test_kernels_belong_to_the_mark_that_launched_them() -> None:
         Kernel("gemm", 42 * us, 60 * us, 7, 250, "kernel"),  # was there and waited for the gather
         Kernel("gemm", 90 * us, 95 * us, 7, 85 * us, "kernel"),  # the host was late
     ]
-    spans, transfers, opened, closed = profile_device.device_spans(trace, marks, 0, 100 * us, 0)
+    spans, transfers, opened, closed = device_spans(trace, marks, 0, 100 * us, 0)
     assert (opened, closed) == (0, 100 * us)
     timeline = Timeline((*spans, *part_waiting([transfers])))
     assert timeline.exposed() == {("b", "forward"): 20 * us}
@@ -100,9 +110,9 @@ def test_kernels_belong_to_the_mark_that_launched_them() -> None:
     assert [s.name for s in spans if s.role == "copy"] == ["cast", "copy-out"]
 
 
-def transfer(rank: int, start: int, end: int, number: int = 0) -> Transfer:
+def transfer(rank: int, start: int, end: int, number: int = 0) -> RankTransfer:
     span = Span("all_gather", "a", "forward", "transfer", rank, "shard", start, end)
-    return Transfer(span, ("shard", (0, 1)), number, 8, 2)
+    return RankTransfer(span, ("shard", (0, 1), number), 8)
 
 
 def test_time_beyond_the_quickest_rank_is_waiting() -> None:
@@ -115,7 +125,7 @@ def test_time_beyond_the_quickest_rank_is_waiting() -> None:
 def test_memory_gets_the_role_of_its_owner_or_of_its_birth() -> None:
     marks = Marks()
     marks.contexts[:] = [(0, "a", "forward"), (100, "a", "backward"), (200, "", "optimizer")]
-    marks.ranges[:] = [Range("pack", "a", "backward", 150, 160)]
+    marks.ranges[:] = [RangeMark("pack", "a", "backward", 150, 160)]
     full = object()
     marks.buffers[:] = [BufferMark(11, full, 3, 40), BufferMark(90, full, 3, -40)]
     before = Owners(tensors={1: Owned(100, "parameters", "parameters of a")})
@@ -125,67 +135,68 @@ def test_memory_gets_the_role_of_its_owner_or_of_its_birth() -> None:
         sizes={"a": {30}},
     )
     allocations = [
-        Allocation(10, 3, 40),
-        Allocation(20, 4, 50),
-        Allocation(25, 5, 60),
-        Allocation(30, 5, -60),
-        Allocation(91, 3, -40),
-        Allocation(110, 6, 30),
-        Allocation(120, 4, -50),
-        Allocation(152, 7, 30),
-        Allocation(170, 6, -30),
+        HostAllocation(10, 3, 40),
+        HostAllocation(20, 4, 50),
+        HostAllocation(25, 5, 60),
+        HostAllocation(30, 5, -60),
+        HostAllocation(91, 3, -40),
+        HostAllocation(110, 6, 30),
+        HostAllocation(120, 4, -50),
+        HostAllocation(152, 7, 30),
+        HostAllocation(170, 6, -30),
     ]
     blocks = host_blocks(allocations, before, owners, marks.buffers)
-    assign_roles(blocks, owners, before, marks, HostPieces(cut_host(marks, 0, 300)))
+    assign_roles(blocks, owners, before, marks, HostPieces(marks, 0, 300))
     assert {(b.address, b.role) for b in blocks} == {
         (1, "parameters"), (2, "state"), (3, "full"), (4, "activations"), (5, "temporary"),
         (6, "gradients"), (7, "slots"),
     }  # fmt: skip
-    curve = draw_curve(blocks, 0, 300)
+    memory = draw_curve(blocks, 0, 300)
+    curve = memory.curve
     assert curve.totals[0] == 107 and max(curve.totals) == 107 + 40 + 50 + 60
     assert curve.totals[-1] == 107 + 30
-    assert curve.largest[0] == {"bytes": 100, "role": "parameters", "what": "parameters of a"}
+    assert memory.largest[0] == {"bytes": 100, "role": "parameters", "what": "parameters of a"}
 
 
 def test_a_long_curve_keeps_its_peak() -> None:
-    blocks = [Block(i, 1, born=i, died=i + 1 + (i == 4321) * 10**6) for i in range(1, 9000)]
-    blocks.append(Block(-1, 1000, born=7000, died=7001))
-    curve = draw_curve(blocks, 0, 10**5)
+    blocks = [MemoryBlock(i, 1, born=i, died=i + 1 + (i == 4321) * 10**6) for i in range(1, 9000)]
+    blocks.append(MemoryBlock(-1, 1000, born=7000, died=7001))
+    curve = draw_curve(blocks, 0, 10**5).curve
     assert len(curve.times) < 2000 and max(curve.totals) >= 1001
-    assert curve.times == sorted(curve.times)
+    assert list(curve.times) == sorted(curve.times)
 
 
-def two_steps(slept: int, waited: int) -> tuple[Marks, Trace]:
+def two_steps(slept: int, waited: int) -> tuple[Marks, TorchTrace]:
     """A timed step from 100 ms on and the traced one from 0 on, both with a gather of b that is
     waited for; in the timed one a's forward takes `slept` longer and the wait `waited` in all.
     """
     marks = Marks()
     marks.contexts.clear()
     for at, more, wait in ((0, 0, 4), (100, slept, waited)):
-        call = Call("all_gather", "b", "forward", "shard", 64, 2, (0, 1), (at + 1) * MS)
+        call = CallMark("all_gather", "b", "forward", "shard", 64, (0, 1), (at + 1) * MS)
         call.issued, call.end = (at + 2) * MS, (at + 12 + more + wait) * MS
         marks.roots.append(at * MS)
         for time, unit in ((at, ""), (at + 2, "a"), (at + 12 + more + wait, "b")):
             marks.contexts.append((time * MS, unit, "forward"))
-        marks.ranges.append(Wait("wait", "b", "forward", (at + 12 + more) * MS, call.end, call))
+        marks.ranges.append(WaitMark("wait", "b", "forward", (at + 12 + more) * MS, call.end, call))
         marks.calls.append(call)
-    trace = Trace(host=1)
+    trace = TorchTrace(host=1)
     trace.operations = [
-        Event("aten::mm", 2 * MS, 4 * MS, 1),  # then the host sleeps for 6 ms
-        Event("aten::mm", 10 * MS, 12 * MS, 1),
-        Event("aten::mm", 16 * MS, 20 * MS, 1),
+        HostEvent("aten::mm", 2 * MS, 4 * MS, 1),  # then the host sleeps for 6 ms
+        HostEvent("aten::mm", 10 * MS, 12 * MS, 1),
+        HostEvent("aten::mm", 16 * MS, 20 * MS, 1),
     ]
-    trace.transfers = [Event("gloo:all_gather", 2 * MS, 15 * MS, 2)]
+    trace.transfers = [HostEvent("gloo:all_gather", 2 * MS, 15 * MS, 2)]
     return marks, trace
 
 
 def test_what_the_trace_knows_is_carried_to_the_timed_step_between_the_same_marks() -> None:
     marks, trace = two_steps(slept=10, waited=8)
     end = (100 + 12 + 10 + 8 + 2) * MS
-    carry = Carry(marks, (0, 20 * MS), (90 * MS, end))
-    assert not carry.difference
-    assert carry.times([0, 2 * MS, 7 * MS, 20 * MS]) == [100 * MS, 102 * MS, 112 * MS, end]
-    spans, transfers = profile_host.host_step(trace, marks, (90 * MS, end), 0, carry)
+    step_map = StepMap(marks, (0, 20 * MS), (90 * MS, end))
+    assert not step_map.difference
+    assert step_map.times([0, 2 * MS, 7 * MS, 20 * MS]) == [100 * MS, 102 * MS, 112 * MS, end]
+    spans, transfers = host_step(trace, marks, (90 * MS, end), 0, step_map)
     # Twice as long between the marks of a's forward: 4 of 10 ms computed, 6 ms slept.
     computed = {unit: [s for s in spans if (s.unit, s.role) == (unit, COMPUTE)] for unit in "ab"}
     assert [(s.start, s.end) for s in computed["a"]] == [
@@ -202,26 +213,26 @@ def test_what_the_trace_knows_is_carried_to_the_timed_step_between_the_same_mark
 
 def test_a_transfer_that_was_there_in_the_traced_step_and_not_in_the_timed_one() -> None:
     marks, trace = two_steps(slept=0, waited=8)
-    trace.transfers = [Event("gloo:all_gather", 2 * MS, 3 * MS, 2)]
+    trace.transfers = [HostEvent("gloo:all_gather", 2 * MS, 3 * MS, 2)]
     end = 122 * MS
-    carry = Carry(marks, (0, 20 * MS), (100 * MS, end))
-    _, transfers = profile_host.host_step(trace, marks, (100 * MS, end), 0, carry)
+    step_map = StepMap(marks, (0, 20 * MS), (100 * MS, end))
+    _, transfers = host_step(trace, marks, (100 * MS, end), 0, step_map)
     assert [(t.span.start, t.span.end) for t in transfers] == [(102 * MS, 120 * MS)]
 
 
 def test_steps_that_went_different_ways_say_where() -> None:
     marks, _ = two_steps(slept=0, waited=4)
     marks.contexts[4] = 102 * MS, "c", "forward"
-    carry = Carry(marks, (0, 20 * MS), (100 * MS, 120 * MS))
-    assert carry.difference == "context c forward where the traced step has context a forward"
+    step_map = StepMap(marks, (0, 20 * MS), (100 * MS, 120 * MS))
+    assert step_map.difference == "context c forward where the traced step has context a forward"
     marks.contexts.pop(4)
-    shorter = Carry(marks, (0, 20 * MS), (100 * MS, 120 * MS))
+    shorter = StepMap(marks, (0, 20 * MS), (100 * MS, 120 * MS))
     assert "where the traced step has" in shorter.difference
 
 
 def test_without_a_trace_what_no_mark_tells_is_compute() -> None:
     marks, _ = two_steps(slept=0, waited=4)
-    spans, transfers = profile_host.host_step(None, marks, (100 * MS, 120 * MS), 0)
+    spans, transfers = host_step(None, marks, (100 * MS, 120 * MS), 0)
     timeline = Timeline((*spans, *part_waiting([transfers])))
     assert timeline.exposed() == {("b", "forward"): 4 * MS}
     assert timeline.breakdown().compute == (1 + 10 + 4) * MS

@@ -88,6 +88,15 @@ def test_busy_counts_overlapping_intervals_once() -> None:
     assert Busy([]).between(0, 5) == 0
 
 
+def test_busy_and_idle_stretches_fill_the_time_between_two_moments() -> None:
+    busy = Busy([(0, 4), (6, 9), (20, 30)], gap=2)  # what is at most 2 apart is one stretch
+    assert busy.stretches == [(0, 9), (20, 30)]
+    assert list(busy.inside(3, 25)) == [(3, 9), (20, 25)]
+    assert list(busy.outside(3, 25)) == [(9, 20)]
+    assert list(busy.outside(-5, 35)) == [(-5, 0), (9, 20), (30, 35)]
+    assert list(busy.inside(10, 20)) == [] and list(busy.outside(0, 9)) == []
+
+
 def count_calls(function: Callable[[], object]) -> int:
     """Calls of Python and builtin functions inside; an element of a generator is one."""
     count = 0

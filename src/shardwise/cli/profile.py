@@ -6,12 +6,12 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.children import describe_end
 from shardwise.errors import UserError
+from shardwise.profiling import DIRECTORY, SKIP, STEPS
 from shardwise.run_files import TIMELINE
 
 _RUNNER = ["-m", "shardwise.profiling.run"]
@@ -56,14 +56,14 @@ def add_parser(subparsers: Any) -> None:
 
 def profile_program(arguments: argparse.Namespace) -> None:
     """Run the program with the profiler asked for in its environment; fail where it did not."""
-    words = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-    if not words:
+    command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not command:
         raise UserError(
             "give the program to run after --, as: shardwise profile -- python train.py"
         )
-    for name, least in (("steps", 1), ("skip", 1)):
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} is {getattr(arguments, name)}, expected at least {least}")
+    for name in ("steps", "skip"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} is {getattr(arguments, name)}, expected at least 1")
     out = Path(arguments.out).resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -73,17 +73,17 @@ def profile_program(arguments: argparse.Namespace) -> None:
     written.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        "SHARDWISE_PROFILE": str(out),
-        "SHARDWISE_PROFILE_STEPS": str(arguments.steps),
-        "SHARDWISE_PROFILE_SKIP": str(arguments.skip),
+        DIRECTORY: str(out),
+        STEPS: str(arguments.steps),
+        SKIP: str(arguments.skip),
     }
     # torch warns of memory that is older than the profile, and announces every start of it.
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("KINETO_LOG_LEVEL", "99")
     try:
-        code = subprocess.run(insert_runner(words), env=environment, check=False).returncode
+        code = subprocess.run(insert_runner(command), env=environment, check=False).returncode
     except OSError as error:
-        raise UserError(f"cannot run {words[0]}: {error.strerror}") from error
+        raise UserError(f"cannot run {command[0]}: {error.strerror}") from error
     if not written.exists():
         needed = arguments.skip + arguments.steps
         raise UserError(
@@ -98,19 +98,16 @@ def profile_program(arguments: argparse.Namespace) -> None:
         sys.exit(code if code > 0 else 128 - code)
 
 
-def insert_runner(words: Sequence[str]) -> list[str]:
+def insert_runner(command: list[str]) -> list[str]:
     """The command with our runner in front of the script of python or torchrun, so that programs
     that do not import shardwise are watched too. Other commands stay as they are.
     """
-    program = Path(words[0]).name
-    if program == "torchrun":
-        return _insert(list(words), 1)
-    if program.startswith("python"):
-        launchers = ["torch.distributed.run", "torch.distributed.launch"]
-        if len(words) > 2 and words[1] == "-m" and words[2] in launchers:
-            return _insert(list(words), 3)
-        return _insert(list(words), 1)
-    return list(words)
+    program = Path(command[0]).name
+    if program != "torchrun" and not program.startswith("python"):
+        return command
+    launchers = ["torch.distributed.run", "torch.distributed.launch"]
+    launched = program != "torchrun" and command[1:2] == ["-m"] and command[2] in launchers
+    return _insert(command, 3 if launched else 1)
 
 
 # Options of python and torchrun that take no value of their own.
@@ -120,13 +117,13 @@ _FLAGS = {
 }  # fmt: skip
 
 
-def _insert(words: list[str], at: int) -> list[str]:
+def _insert(command: list[str], at: int) -> list[str]:
     """Find the script (or -m MODULE) after the options from `at` on."""
-    while at < len(words):
-        word = words[at]
+    while at < len(command):
+        word = command[at]
         if word in ("-m", "--module"):
-            return [*words[:at], *_RUNNER, "-m", *words[at + 1 :]]
+            return [*command[:at], *_RUNNER, "-m", *command[at + 1 :]]
         if not word.startswith("-"):
-            return [*words[:at], *_RUNNER, *words[at:]]
+            return [*command[:at], *_RUNNER, *command[at:]]
         at += 1 if "=" in word or word in _FLAGS else 2
-    return words
+    return command

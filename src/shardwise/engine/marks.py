@@ -20,7 +20,7 @@ _NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
-class Range:
+class RangeMark:
     """The host did `name` for `unit` from `start` to `end`."""
 
     name: str
@@ -31,7 +31,7 @@ class Range:
 
 
 @dataclass(slots=True)
-class Call:
+class CallMark:
     """One collective as this rank issued it, from `start` to `issued`; it ran from `begun` to
     `end`, where that is known.
     """
@@ -41,7 +41,6 @@ class Call:
     phase: str
     axis: str
     nbytes: int  # of the whole message
-    ranks: int
     members: tuple[int, ...]  # the group's ranks in the world
     start: int
     issued: int = 0
@@ -50,10 +49,10 @@ class Call:
 
 
 @dataclass(slots=True)
-class Wait(Range):
-    """The host stood still for `call`."""
+class WaitMark(RangeMark):
+    """The host waited for `call`."""
 
-    call: Call
+    call: CallMark
 
 
 @dataclass(slots=True)
@@ -82,13 +81,13 @@ class Marks:
         self.waits_block = device_type == "cpu"
         self.traced = False  # torch's profiler runs beside
         self.contexts: list[tuple[int, str, str]] = [(perf_counter_ns(), "", "forward")]
-        self.ranges: list[Range] = []
-        self.calls: list[Call] = []
+        self.ranges: list[RangeMark] = []
+        self.calls: list[CallMark] = []
         self.buffers: list[BufferMark] = []
         self.roots: list[int] = []  # when an outermost forward began
         self.on_forward: Callable[[], None] | None = None  # called before that
-        self._stack: list[tuple[str, str]] = []
-        self._open: list[Range] = []
+        self._stack: list[tuple[str, str]] = []  # (unit, phase) of the modules that run
+        self._open: list[RangeMark] = []
         self._annotator = annotator
         self._shown: Any = None
 
@@ -108,13 +107,15 @@ class Marks:
         self._change(unit, phase)
 
     def leave(self) -> None:
-        """It has run; what is around it goes on. A loss, after the outermost, is still its."""
+        """It has run, and the module around it goes on. What follows the outermost module (a loss)
+        still counts as that module's.
+        """
         if self._stack:
             left = self._stack.pop()
             self._change(*(self._stack[-1] if self._stack else left))
 
     def turn(self, unit: str, phase: str) -> None:
-        """Whatever ran before, now `unit` does: backward, and the optimizer."""
+        """From now on `unit` runs, whatever modules ran before: in backward, in the optimizer."""
         self._stack[:] = [(unit, phase)]
         self._change(unit, phase)
 
@@ -134,7 +135,7 @@ class Marks:
     # Ranges
 
     def range(self, name: str, unit: str) -> AbstractContextManager[None]:
-        return _Inside(self, name, unit)
+        return _OpenRange(self, name, unit)
 
     # Calls
 
@@ -142,14 +143,14 @@ class Marks:
         """A collective is about to be issued."""
         around = self._open[-1] if self._open else None
         unit = around.unit if around is not None else self.contexts[-1][1]
-        ranks, now = len(members), perf_counter_ns()
-        self.calls.append(Call(name, unit, self.phase, axis, nbytes, ranks, members, now))
+        now = perf_counter_ns()
+        self.calls.append(CallMark(name, unit, self.phase, axis, nbytes, members, now))
 
-    def end_call(self, call: Call) -> None:
+    def end_call(self, call: CallMark) -> None:
         call.issued = perf_counter_ns()
 
     def issued(self, handle: Any) -> Any:
-        """The last call returned `handle`; what to wait for instead of it."""
+        """The last call returned `handle`. Gives what the engine is to wait for instead of it."""
         call = self.calls[-1]
         self.end_call(call)
         return Watched(handle, call, self) if self.waits_block and handle is not None else handle
@@ -161,8 +162,8 @@ class Marks:
             self.buffers.append(BufferMark(perf_counter_ns(), buffer, address, nbytes))
 
 
-class _Inside:
-    """A range that is open. Not a generator, and few calls: marks must not lengthen a step."""
+class _OpenRange:
+    """A range that is open. A class and not a generator: marks must not lengthen a step."""
 
     __slots__ = ("_made", "_marks", "_name", "_token", "_unit")
 
@@ -171,7 +172,7 @@ class _Inside:
 
     def __enter__(self) -> None:
         marks = self._marks
-        made = self._made = Range(self._name, self._unit, marks.contexts[-1][2], 0, 0)
+        made = self._made = RangeMark(self._name, self._unit, marks.contexts[-1][2], 0, 0)
         marks._open.append(made)
         made.start = perf_counter_ns()
         self._token = None
@@ -190,7 +191,7 @@ class _Inside:
 class Watched:
     """A collective under way on a host, whose wait is a range."""
 
-    def __init__(self, handle: Any, call: Call, marks: Marks) -> None:
+    def __init__(self, handle: Any, call: CallMark, marks: Marks) -> None:
         self.handle, self.call, self.marks = handle, call, marks
 
     def wait(self) -> Any:
@@ -198,9 +199,10 @@ class Watched:
         began, flow = perf_counter_ns(), getattr(self.handle, "flow", None)
         result = self.handle.wait()
         now = perf_counter_ns()
-        marks.ranges.append(Wait("wait", call.unit, marks.phase, began, now, call))
+        marks.ranges.append(WaitMark("wait", call.unit, marks.phase, began, now, call))
         if call.end is None:
-            # Only an emulated network says when it moved the data; this is the latest it can be.
+            # An emulated network says when it moved the data. Of others, the end of the wait is
+            # the latest moment at which the data can have arrived.
             call.end = now
             if flow is not None and flow.started is not None and flow.ended is not None:
                 call.begun, call.end = int(flow.started * 1e9), int(flow.ended * 1e9)

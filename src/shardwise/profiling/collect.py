@@ -10,37 +10,37 @@ last one ended, so that data loading is part of it. The step with the median tim
 rank took it, is the one that is shown; every rank is in it.
 
 Tracing lengthens a step, so steps that are traced are not those that are timed: on a CPU the last
-one is traced, on CUDA the first two, of which the second counts. `carry.py` brings what it knows to
-the timed one that is shown, `retime.py` does so for the device.
+one is traced, on CUDA the first two, of which the second counts. `traced_to_timed.py` brings what
+the trace knows to the timed step that is shown.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.engine import marks as marking
 from shardwise.engine.api import engine_of, is_sharded
 from shardwise.engine.engine import Engine
 from shardwise.engine.local_step import watch_steps
 from shardwise.engine.marks import Marks
-from shardwise.profiling import foreign as profile_foreign
-from shardwise.profiling import memory as profile_memory
-from shardwise.profiling.files import write_profile, write_raw
-from shardwise.profiling.labels import describe, find_device
-from shardwise.profiling.memory import Owners
-from shardwise.profiling.merge import Message, merge
-from shardwise.profiling.ranks import Peers
-from shardwise.profiling.reading import Collected, choose, read_step
-from shardwise.profiling.steps import Steps
+from shardwise.profiling.foreign import note_torch, uses_fsdp
+from shardwise.profiling.memory import CudaHistory, Owners, find_owners
+from shardwise.profiling.merge import MeasuredMessage, Peers, merge
+from shardwise.profiling.shown_step import Collected, choose, read_step
+from shardwise.profiling.step_times import OptimizerNesting, StepTimes
 from shardwise.profiling.trace import Tracer
+from shardwise.profiling.write import write_profile, write_raw
 from shardwise.timeline import Timeline
 
 TRACED_ON_CUDA = 2  # steps; the first finds the device idle
@@ -74,32 +74,29 @@ class Profile:
         fsdp: bool = False,
         device: str = "",
     ) -> None:
-        """Without a model, `engines` are what is profiled, or torch's FSDP2 if `fsdp`, on
-        `device`.
-        """
+        """Without a model, `engines` on `device` are profiled, or torch's FSDP2 if `fsdp`."""
         if type(steps) is not int or steps < 1:
             raise ValueError(f"profile: steps is {steps!r}, expected a whole number >= 1")
         if not isinstance(model, nn.Module | None):
-            raise ValueError(
-                f"profile: model is a {type(model).__name__}, expected the nn.Module that trains"
-            )
+            kind = type(model).__name__
+            raise ValueError(f"profile: model is a {kind}, expected the nn.Module that trains")
         self.model, self.steps, self.title, self.traces = model, steps, title, traces
         if engines is None:
             engines = [engine_of(model)] if model is not None and is_sharded(model) else []
         self.engines = engines
-        self._fsdp = fsdp or (not engines and profile_foreign.uses_fsdp(model))
-        self.seconds = 0.0  # that starting, stopping and reading took beside the steps
-        self._device = device or find_device(model, engines)
+        self._fsdp = fsdp or (not engines and uses_fsdp(model))
+        self.seconds = 0.0  # of starting, stopping and reading, beside the steps' own time
+        self._device = device or _find_device(model, engines)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._stepping: list[int] = []  # optimizers that step now, one inside the other
+        self._nesting = OptimizerNesting()
         self._timeline: Timeline | None = None
-        self.messages: list[Message] = []
+        self.messages: list[MeasuredMessage] = []
         self.memory: list[dict[str, Any]] = []  # one for each rank, as memory.json has it
 
     # Running
 
     def __enter__(self) -> Profile:
-        self.start()  # first: where it raises, nothing is left on the optimizers
+        self.start()  # before the hooks: if it raises, none is left on the optimizers
         self._hooks = watch_steps(self.before_optimizer, self.after_optimizer)
         return self
 
@@ -111,89 +108,77 @@ class Profile:
             self.cancel()
 
     def close(self) -> None:
-        """Take the hooks off; not where the last step ends, which is inside them."""
+        """Take the hooks off the optimizers. Not at the last step's end: that is inside a hook."""
         for hook in self._hooks:
             hook.remove()
 
     def start(self) -> None:
-        """Begin with the first step. Without the `with` block, whoever calls this also tells of
-        the optimizers' steps.
+        """Begin with the first step. Whoever calls this without the `with` block also calls
+        `before_optimizer` and `after_optimizer`.
         """
         with self._costs():
             if marking.on is not None:
                 raise RuntimeError("a profile runs already in this process; end it first")
-            cuda = self._device == "cuda"
+            cuda, ours = self._device == "cuda", bool(self.engines)
             self._peers = Peers()
-            self._ahead, self._clock_error = self._peers.compare_clocks()
+            ahead, self._clock_error = self._peers.compare_clocks()
             # Marks tell whose a kernel is; without them autograd's operations do.
-            operations = not cuda or self.traces or not (self.engines or self._fsdp)
-            self._tracer = Tracer(cuda, operations, memory=not cuda)
-            self._tracing = False
-            self._traced = self._choose_traced(cuda)
-            self._history = profile_memory.CudaHistory() if cuda else None
+            marked = ours or self._fsdp
+            self._tracer = Tracer(cuda, operations=self.traces or not marked)
             self.marks = Marks(self._device, Nvtx() if cuda else None)
             self.marks.turn("", "forward")  # the first step begins as the others do
             self.marks.on_forward = self._at_forward
-            self._running = ExitStack()
-            self._running.enter_context(profile_foreign.note_backward(self.marks))
-            if not self.engines:
-                self._running.enter_context(profile_foreign.note_calls(self.marks))
-                if self._fsdp:
-                    self._running.enter_context(profile_foreign.note_fsdp(self.marks))
-                if self.model is not None:
-                    profile_foreign.hang_hooks(self.model, self.marks, self._running)
+            self.taken = StepTimes(self._device)
+            # As few steps as can be, because tracing lengthens them.
+            traced = range(self.steps)[:TRACED_ON_CUDA] if cuda else range(self.steps)[-1:]
+            history = CudaHistory() if cuda else None
+            self._running = note_torch(self.marks, self.model, ours, self._fsdp)
             try:
-                self._before = self._find_owners()
-                if not self._traced.start:
+                owners = self._find_owners()
+                self._seen = Collected(
+                    self._device, self.marks, marked, ours, self.taken, traced, history, ahead,
+                    before=owners, owners=owners,
+                )  # fmt: skip
+                if not self._seen.traced.start:
                     self._begin_trace()
             except BaseException:
                 self._running.close()
                 raise
             marking.on = self.marks
-        self.taken = Steps(self._device)
         self.taken.begin()
 
-    def _choose_traced(self, cuda: bool) -> range:
-        """Which steps are traced: as few as can be, because it lengthens them."""
-        if cuda:
-            return range(min(TRACED_ON_CUDA, self.steps))
-        return range(self.steps - 1, self.steps)
-
     def _begin_trace(self) -> None:
-        self._before = self._find_owners()
-        if self._history is not None:
+        self._seen.before = self._find_owners()
+        if self._seen.history is not None:
             torch.cuda.synchronize()
-            self._history.start()
+            self._seen.history.start()
         self._tracer.start()
-        self._tracing = self.marks.traced = True
+        self.marks.traced = True
 
     def _end_trace(self) -> None:
-        self._tracing = self.marks.traced = False
-        self._tracer.stop()
-        self._owners = self._find_owners()
-        if self._history is not None:
-            self._history.stop()
+        if self.marks.traced:
+            self.marks.traced = False
+            self._tracer.stop()
+        self._seen.owners = self._find_owners()
+        if self._seen.history is not None:
+            self._seen.history.stop()
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to step, maybe inside another one's step."""
-        if id(optimizer) in self._stepping:  # its last step raised
-            self._stepping.clear()
-        self._stepping.append(id(optimizer))
+        self._nesting.begin(optimizer)
         self._optimizers[id(optimizer)] = optimizer
-        if marking.on is self.marks:
+        if not self.stopped:
             self.marks.turn("", "optimizer")
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """It has stepped; where it is the outermost, a step ends."""
-        if self._stepping:
-            self._stepping.pop()
-        if not self._stepping and marking.on is self.marks:
+        if self._nesting.end() and not self.stopped:
             self.marks.turn("", "forward")
             self.step()
 
     def step(self) -> None:
-        """A step ends here. Optimizers say so by themselves."""
-        if marking.on is not self.marks:
+        """A step ends here. Called at the end of each outermost optimizer step."""
+        if self.stopped:
             return
         self.taken.end(len(self.marks.roots) if self._knows_forwards else None)
         count = len(self.bounds)
@@ -201,7 +186,7 @@ class Profile:
             return
         if count >= self.steps:
             self._stop()
-        elif self._tracing and count >= self._traced.stop:
+        elif self.marks.traced and count >= self._seen.traced.stop:
             with self._costs():
                 self._end_trace()
             self.taken.begin()
@@ -209,14 +194,16 @@ class Profile:
             self._trace_if_next()
 
     def _at_forward(self) -> None:
-        """A forward begins: of the first step that is traced, it may be, or of one too many."""
+        """An outermost forward begins. Tracing begins with it where its step is the first that is
+        traced; after the last step it ends the profile.
+        """
         if len(self.bounds) >= self.steps:
             self._stop()
         else:
             self._trace_if_next()
 
     def _trace_if_next(self) -> None:
-        if len(self.bounds) == self._traced.start and not self._tracing:
+        if len(self.bounds) == self._seen.traced.start and not self.marks.traced:
             with self._costs():
                 self._begin_trace()
             self.taken.begin()
@@ -232,7 +219,7 @@ class Profile:
 
     @property
     def stopped(self) -> bool:
-        """All steps have been taken."""
+        """All steps have been taken, or the profile was ended."""
         return marking.on is not self.marks
 
     def cancel(self) -> None:
@@ -240,12 +227,13 @@ class Profile:
         self._stop()
 
     def _stop(self) -> None:
-        if marking.on is not self.marks:
+        if self.stopped:
             return
         with self._costs():
             marking.on = None
             self._running.close()
-            if self._tracing or len(self.bounds) <= self._traced.start:
+            # Also where the trace never began: it ends with who owns memory.
+            if self.marks.traced or len(self.bounds) <= self._seen.traced.start:
                 self._end_trace()
 
     @contextmanager
@@ -268,36 +256,37 @@ class Profile:
                     f"steps, and the ranks took {counts}; run at least one step in it, or call "
                     "its step() where a step ends without a torch optimizer"
                 )
-            traced = any(i < count for i in self._traced)
-            seen = Collected(
-                device=self._device,
-                marks=self.marks,
-                marked=bool(self.engines or self._fsdp),
-                waits_marked=bool(self.engines),
-                steps=self.taken,
-                traced=self._traced,
-                history=self._history,
-                before=self._before,
-                owners=self._owners,
-                ahead=self._ahead,
-            )
-            choice = choose(seen, self._tracer.read() if traced else None, count, self._peers)
-            steps = self._peers.collect(read_step(seen, choice, self._peers.rank))
-            merged = None
-            if steps is not None:
-                if choice.warns:
-                    warnings.warn(f"profile: {choice.note}", stacklevel=2)
-                labels = describe(self.engines, self.model, self._device, self._peers.fake)
-                labels["title"] = self.title or labels["title"]
-                labels |= {"steps": str(count), **choice.labels}
-                labels["clock_error_us"] = f"{self._clock_error / 1e3:.1f}"
-                merged = merge(steps, labels | ({"note": choice.note} if choice.note else {}))
-            self._timeline, self.messages, self.memory = self._peers.share(merged)
+            traced = count > self._seen.traced.start
+            trace = self._tracer.read() if traced else None
+            choice = choose(self._seen, trace, count, self._peers)
+            labels = self._describe() | {"steps": str(count), **choice.labels}
+            labels["clock_error_us"] = f"{self._clock_error / 1e3:.1f}"
+            if choice.note:
+                labels["note"] = choice.note
+            if choice.warns and self._peers.leads:
+                warnings.warn(f"profile: {choice.note}", stacklevel=2)
+            told = self._peers.exchange((labels, read_step(self._seen, choice, self._peers.rank)))
+            merged = merge([step for _, step in told], labels=told[0][0])
+            self._timeline, self.messages, self.memory = merged
 
     def _find_owners(self) -> Owners:
-        return profile_memory.find_owners(
-            self.engines, self.model, self._optimizers.values(), self._device
-        )
+        return find_owners(self.engines, self.model, self._optimizers.values(), self._device)
+
+    def _describe(self) -> dict[str, str]:
+        """The labels of the timeline: engine, plan and device, and whether the network is real."""
+        engine = "shardwise" if self.engines else "torch"
+        plans = [engine.plan.title for engine in self.engines if engine.plan is not None]
+        plan = plans[0] if plans else _wrapping(self.model, self.engines)
+        emulation = getattr(dist.all_reduce, "__self__", None)  # it stands in for torch's functions
+        emulated = self._peers.fake or hasattr(emulation, "network")
+        device = torch.cuda.get_device_name() if self._device == "cuda" else "cpu"
+        return {
+            "title": self.title or f"{engine}, {plan}, {device}",
+            "source": "emulated" if emulated else "measured",
+            "engine": engine,
+            "plan": plan,
+            "device": device,
+        }
 
     # Results
 
@@ -318,7 +307,8 @@ class Profile:
         directory.mkdir(parents=True, exist_ok=True)
         if self._peers.leads:
             write_profile(directory, self.timeline, self.messages, self.memory, cluster)
-        snapshot = self._history.snapshot if self._history is not None else None
+        history = self._seen.history
+        snapshot = history.snapshot if history is not None else None
         profiler = self._tracer.profiler if self.traces else None
         write_raw(directory, self._peers.rank, profiler, snapshot)
 
@@ -326,8 +316,23 @@ class Profile:
 class Nvtx:
     """Shows marks in NVIDIA's tools."""
 
-    def start(self, text: str) -> Any:
-        return torch.cuda.nvtx.range_start(text)
+    start = staticmethod(torch.cuda.nvtx.range_start)
+    end = staticmethod(torch.cuda.nvtx.range_end)
 
-    def end(self, token: Any) -> None:
-        torch.cuda.nvtx.range_end(token)
+
+def _find_device(model: nn.Module | None, engines: list[Engine]) -> str:
+    if engines:
+        return engines[0].mesh.device.type
+    parameter = next(model.parameters(), None) if model is not None else None
+    if parameter is not None:
+        return parameter.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _wrapping(model: nn.Module | None, engines: list[Engine]) -> str:
+    """What a model without a Plan runs under."""
+    if engines or isinstance(model, FSDPModule):
+        return "fully_shard"
+    if model is None:
+        return "torch"
+    return "DistributedDataParallel" if isinstance(model, DistributedDataParallel) else "unsharded"

@@ -7,62 +7,54 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwise.engine.marks import Call, Marks, Range
-from shardwise.profiling.spans import (
-    HostPieces,
-    Piece,
-    Transfer,
-    cut_host,
-    join_spans,
-    make_span,
-    number_transfers,
-    transfer_span,
-)
-from shardwise.profiling.trace import Kernel, Trace
+from shardwise.engine.marks import CallMark, Marks, RangeMark
+from shardwise.profiling.merge import RankTransfer, number_transfers
+from shardwise.profiling.pieces import HostPieces, Piece, join_spans
+from shardwise.profiling.trace import Kernel, TorchTrace
 from shardwise.timeline import COMPUTE, HOST, Span
 
 # Between kernels that were launched in time, a device needs up to this long by itself.
 BETWEEN_KERNELS_NS = 10_000
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def device_spans(
-    trace: Trace, marks: Marks, start: int, end: int, rank: int
-) -> tuple[list[Span], list[Transfer], int, int]:
+    trace: TorchTrace, marks: Marks, start: int, end: int, rank: int
+) -> tuple[list[Span], list[RankTransfer], int, int]:
     """Kernels and transfers that the host launched from `start` to `end`, and when the device began
     and ended with them.
     """
-    known = HostPieces(cut_host(marks, start, end))
+    known = HostPieces(marks, start, end)
     opened, closed = device_end(trace.kernels, start), device_end(trace.kernels, end)
     mine = [kernel for kernel in trace.kernels if start <= kernel.launched < end]
-    compute_stream = _compute_stream(mine, known)
-    by_call: dict[int, tuple[Call, list[Kernel]]] = {}
+    by_call: dict[int, tuple[CallMark, list[Kernel]]] = {}
     plain: list[tuple[Kernel, Piece]] = []
-    alone: list[tuple[Call, list[Kernel]]] = []
     for kernel in mine:
         piece = known.at(kernel.launched)
-        call = piece.mark if isinstance(piece.mark, Call) else None
+        call = piece.mark if isinstance(piece.mark, CallMark) else None
         if call is None and "nccl" in kernel.name.lower():
-            call = _last_call(marks, kernel, piece)
-            if call is None:
-                alone.append((_unmarked_call(kernel, piece), [kernel]))
-                continue
+            call = _last_call(marks, kernel, piece) or _unmarked_call(kernel, piece)
         if call is not None:
             by_call.setdefault(id(call), (call, []))[1].append(kernel)
         else:
             plain.append((kernel, piece))
+    compute_stream = _compute_stream(mine, known)
     lanes = _name_lanes(plain, compute_stream)
     calls = sorted(call.start for call in marks.calls)
     spans = _kernel_spans(plain, lanes, compute_stream, rank, calls)
     spans += _late_spans(plain, compute_stream, rank, opened)
-    spans += _issue_spans(known.pieces, rank)
-    found = [
-        (call, transfer_span(call, rank, min(k.start for k in ran), max(k.end for k in ran)))
-        for call, ran in sorted([*by_call.values(), *alone], key=lambda each: each[0].start)
-    ]
+    # What the host was at, beside the device.
+    spans += join_spans([p.span(HOST, rank, HOST, p.start, p.end) for p in known.pieces])
     spans.append(Span("step", "", "forward", HOST, rank, HOST, opened, closed))
-    clipped = [s for s in (clip_span(span, opened, closed) for span in spans) if s is not None]
-    return clipped, number_transfers(found), opened, closed
+    clipped = [
+        replace(span, start=max(span.start, opened), end=min(span.end, closed))
+        for span in spans
+        if span.end > opened and span.start < closed
+    ]
+    found = [
+        (call, min(kernel.start for kernel in ran), max(kernel.end for kernel in ran))
+        for call, ran in sorted(by_call.values(), key=lambda each: each[0].start)
+    ]
+    return clipped, number_transfers(rank, found), opened, closed
 
 
 def device_end(kernels: Iterable[Kernel], moment: int) -> int:
@@ -71,7 +63,7 @@ def device_end(kernels: Iterable[Kernel], moment: int) -> int:
 
 
 def _compute_stream(kernels: list[Kernel], known: HostPieces) -> int:
-    """The one that modules compute on: most of the time outside any mark."""
+    """The stream that modules compute on: kernels outside any mark are longest on it."""
     times: Counter[int] = Counter()
     for kernel in kernels:
         if known.at(kernel.launched).mark is None:
@@ -79,7 +71,7 @@ def _compute_stream(kernels: list[Kernel], known: HostPieces) -> int:
     return times.most_common(1)[0][0] if times else -1
 
 
-def _last_call(marks: Marks, kernel: Kernel, piece: Piece) -> Call | None:
+def _last_call(marks: Marks, kernel: Kernel, piece: Piece) -> CallMark | None:
     """A grouped call launches its kernel after its parts were issued, inside the same range."""
     if piece.mark is None:
         return None
@@ -87,16 +79,12 @@ def _last_call(marks: Marks, kernel: Kernel, piece: Piece) -> Call | None:
     return inside[-1] if inside else None
 
 
-def _unmarked_call(kernel: Kernel, piece: Piece) -> Call:
+def _unmarked_call(kernel: Kernel, piece: Piece) -> CallMark:
     """A collective that no mark tells of: DistributedDataParallel's, or the user's own."""
     lowered = kernel.name.lower().replace("_", "")
-    names = {
-        "allgather": "all_gather",
-        "reducescatter": "reduce_scatter",
-        "allreduce": "all_reduce",
-    }
-    name = next((name for text, name in names.items() if text in lowered), "collective")
-    return Call(name, piece.unit, piece.phase, "unmarked", 0, 0, (), kernel.launched)
+    names = ("all_gather", "reduce_scatter", "all_reduce")
+    name = next((name for name in names if name.replace("_", "") in lowered), "collective")
+    return CallMark(name, piece.unit, piece.phase, "unmarked", 0, (), kernel.launched)
 
 
 def _name_lanes(plain: list[tuple[Kernel, Piece]], compute_stream: int) -> dict[int, str]:
@@ -128,8 +116,8 @@ def _kernel_spans(
     for kernel, piece in plain:
         moves = kernel.kind == "gpu_memcpy" and "DtoD" not in kernel.name
         role = "copy" if moves or kernel.stream != compute_stream else piece.role
-        span = make_span(piece, role, rank, lanes[kernel.stream], kernel.start, kernel.end)
-        if span.name == "gather" and isinstance(piece.mark, Range):
+        span = piece.span(role, rank, lanes[kernel.stream], kernel.start, kernel.end)
+        if span.name == "gather" and isinstance(piece.mark, RangeMark):
             issued = bisect_left(calls, kernel.launched)
             ahead = issued < len(calls) and calls[issued] <= piece.mark.end
             span = replace(span, name="cast" if ahead else "copy-out")
@@ -152,31 +140,18 @@ def _continues(before: Span, span: Span, kernel: Kernel) -> bool:
 def _late_spans(
     plain: list[tuple[Kernel, Piece]], compute_stream: int, rank: int, opened: int
 ) -> list[Span]:
-    """When compute had nothing because the host had not launched it yet. What is left of a gap is
-    not the host's: the kernel was there and waited for another stream.
+    """When compute had nothing because the host had not launched it yet. The rest of such a gap is
+    not the host's: the kernel was launched by then and waited for another stream.
     """
     spans, at = [], opened
     for kernel, piece in plain:
         if kernel.stream == compute_stream:
             until = min(kernel.launched + BETWEEN_KERNELS_NS, kernel.start)
             if kernel.launched > at and until > at:
-                late = make_span(piece, HOST, rank, COMPUTE, at, until)
+                late = piece.span(HOST, rank, COMPUTE, at, until)
                 spans.append(replace(late, name="host late"))
             at = max(at, kernel.end)
     return spans
-
-
-def _issue_spans(pieces: list[Piece], rank: int) -> list[Span]:
-    """What the host was at, beside the device."""
-    return join_spans(
-        [make_span(piece, HOST, rank, HOST, piece.start, piece.end) for piece in pieces]
-    )
-
-
-def clip_span(span: Span, start: int, end: int) -> Span | None:
-    if span.end <= start or span.start >= end:
-        return None
-    return replace(span, start=max(span.start, start), end=min(span.end, end))
 
 
 def when_needed(kernels: list[Kernel], times: list[int], start: int, end: int) -> list[int]:
@@ -186,8 +161,7 @@ def when_needed(kernels: list[Kernel], times: list[int], start: int, end: int) -
     mine = sorted((k for k in kernels if start <= k.launched < end), key=lambda k: k.launched)
     launches = [kernel.launched for kernel in mine]
     closed = device_end(kernels, end)
-    found = []
-    latest = 0
+    found, latest = [], 0
     for time in times:
         at = bisect_left(launches, time)
         moment = mine[at].start if at < len(mine) else closed

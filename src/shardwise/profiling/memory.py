@@ -8,23 +8,24 @@ allocator's figure; what nobody claims is "other".
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.engine import torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.extended import Memory
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.marks import BufferMark, Call, Marks, Range
-from shardwise.profiling.spans import HostPieces
-from shardwise.profiling.trace import Allocation
-from shardwise.timeline import MEMORY_ROLES
+from shardwise.engine.marks import BufferMark, Marks, RangeMark
+from shardwise.profiling.pieces import HostPieces
+from shardwise.profiling.trace import HostAllocation
+from shardwise.timeline import MEMORY_ROLES, MemoryCurve
 
 POINTS = 1500  # a curve has at most this many, each the highest of its stretch
 LARGEST = 10
@@ -32,8 +33,10 @@ _BLOCK = 512  # CUDA's allocator gives out multiples
 
 
 @dataclass
-class Block:
-    """Memory that was taken once: `born` and `died` are None outside the profile."""
+class MemoryBlock:
+    """Memory that was taken once. `born` is None if that was before the profile, `died` if it was
+    given back after it or not at all.
+    """
 
     address: int
     nbytes: int
@@ -56,16 +59,19 @@ class Owned:
 class Owners:
     """Who owns memory, by address: found by looking through engines, models and optimizers."""
 
+    device: str = "cpu"
     tensors: dict[int, Owned] = field(default_factory=dict)
     buffers: dict[int, Owned] = field(default_factory=dict)  # by id of an engine's Buffer
     sizes: dict[str, set[int]] = field(default_factory=dict)  # of gradients, by unit
 
-    def add(self, tensor: torch.Tensor, role: str, what: str, device: str) -> None:
+    def add(self, tensor: torch.Tensor | None, role: str, what: str) -> None:
+        if tensor is None:
+            return
         local = torch_private.local_of(tensor)
-        if is_traceable_wrapper_subclass(local):  # a class of its own, around tensors with memory
-            for name in local.__tensor_flatten__()[0]:
-                self.add(getattr(local, name), role, what, device)
-        elif local.device.type == device and not local.is_meta:
+        if torch_private.is_wrapper(local):  # a class of its own, around tensors with memory
+            for name in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                self.add(getattr(local, name), role, what)
+        elif local.device.type == self.device and not local.is_meta:
             storage = local.untyped_storage()
             if storage.nbytes():
                 self.tensors.setdefault(
@@ -80,47 +86,43 @@ def find_owners(
     device: str,
 ) -> Owners:
     """Everything that is held from step to step, and the engine's buffers."""
-    owners = Owners()
-    for engine in engines:
-        for unit in engine.units:
-            owners.add(unit.parameters.master, "parameters", unit.name, device)
-            if not unit.prepared:
+    owners = Owners(device)
+    for unit in (unit for engine in engines for unit in engine.units):
+        owners.add(unit.parameters.master, "parameters", unit.name)
+        if not unit.prepared:
+            continue
+        held: list[tuple[Any, str]] = [(unit.kept_buffer, "full")]
+        if not unit.parameters.aliased:
+            held.append((getattr(unit.parameters, "buffer", None), "full"))
+        gradients = unit.gradients
+        if gradients is not None:
+            what = f"gradients of {unit.name}"
+            owners.buffers[id(gradients)] = Owned(gradients.nbytes, "gradients", what)
+            owners.add(gradients.sums, "gradients", unit.name)
+            if gradients.slot is not None:
+                held.append((gradients.slot.buffer, "slots"))
+            owners.sizes[unit.name] = _gradient_sizes(gradients)
+        for buffer, role in held:
+            if buffer is None:
                 continue
-            held: list[tuple[Any, str]] = [(unit.kept_buffer, "full")]
-            if not unit.parameters.aliased:
-                held.append((getattr(unit.parameters, "buffer", None), "full"))
-            gradients = unit.gradients
-            if gradients is not None:
-                what = f"gradients of {unit.name}"
-                owners.buffers[id(gradients)] = Owned(gradients.nbytes, "gradients", what)
-                if gradients.sums is not None:
-                    owners.add(gradients.sums, "gradients", unit.name, device)
-                slot = gradients.slot
-                held.append((slot.buffer if slot is not None else None, "slots"))
-                owners.sizes[unit.name] = _gradient_sizes(gradients)
-            for buffer, role in held:
-                if buffer is None:
-                    continue
-                flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
-                nbytes = sum(flat.nbytes for flat in flats)
-                owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
-                for flat in flats:
-                    owners.add(flat, role, unit.name, device)
+            flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
+            nbytes = sum(flat.nbytes for flat in flats)
+            owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
+            for flat in flats:
+                owners.add(flat, role, unit.name)
     for name, parameter in model.named_parameters() if model is not None else ():
-        owners.add(parameter.data, "parameters", name, device)
-        if parameter.grad is not None:
-            owners.add(parameter.grad, "gradients", name, device)
+        owners.add(parameter.data, "parameters", name)
+        owners.add(parameter.grad, "gradients", name)
     for name, buffer in model.named_buffers() if model is not None else ():
-        owners.add(buffer, "other", name, device)
+        owners.add(buffer, "other", name)
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            owners.add(parameter.data, "parameters", "an optimizer", device)
-            if parameter.grad is not None:
-                owners.add(parameter.grad, "gradients", "an optimizer", device)
+            owners.add(parameter.data, "parameters", "an optimizer")
+            owners.add(parameter.grad, "gradients", "an optimizer")
         for state in optimizer.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    owners.add(value, "state", str(key), device)
+                    owners.add(value, "state", str(key))
     return owners
 
 
@@ -128,8 +130,13 @@ def _gradient_sizes(gradients: Gradients) -> set[int]:
     found = set()
     for shown in gradients.shown:
         nbytes = torch_private.local_of(shown.data).nbytes
-        found |= {nbytes, -(-nbytes // _BLOCK) * _BLOCK}
+        found |= {nbytes, _rounded(nbytes)}
     return found
+
+
+def _rounded(nbytes: int) -> int:
+    """As CUDA's allocator gives it out."""
+    return -(-nbytes // _BLOCK) * _BLOCK
 
 
 class CudaHistory:
@@ -145,25 +152,24 @@ class CudaHistory:
         self.snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
 
-    def blocks(self, offset: int) -> tuple[list[Block], list[tuple[int, int, int]]]:
+    def blocks(self, offset: int) -> tuple[list[MemoryBlock], list[tuple[int, int, int]]]:
         """Every block, and (time, reserved, active beyond allocated) changes; `offset` is added to
         the allocator's times.
         """
         device = torch.cuda.current_device()
-        alive: dict[int, Block] = {}
-        blocks: list[Block] = []
+        alive: dict[int, MemoryBlock] = {}
+        blocks: list[MemoryBlock] = []
         others: list[tuple[int, int, int]] = []
         for entry in self.snapshot["device_traces"][device]:
             time, address = entry["time_us"] * 1000 + offset, entry["addr"]
-            size = -(-entry["size"] // _BLOCK) * _BLOCK
+            size = _rounded(entry["size"])
             action = entry["action"]
             if action == "alloc":
-                block = Block(address, size, born=time)
-                alive[address] = block
-                blocks.append(block)
+                alive[address] = MemoryBlock(address, size, born=time)
+                blocks.append(alive[address])
             elif action == "free_requested":
                 if address not in alive:
-                    alive[address] = Block(address, size)
+                    alive[address] = MemoryBlock(address, size)
                     blocks.append(alive[address])
                 alive.pop(address).died = time
                 others.append((time, 0, size))
@@ -180,27 +186,25 @@ class CudaHistory:
             for piece in segment["blocks"]:
                 here = piece.get("address", address)
                 if piece["state"] == "active_allocated" and here not in alive:
-                    blocks.append(Block(here, piece["size"]))
+                    blocks.append(MemoryBlock(here, piece["size"]))
                 address = here + piece["size"]
         return blocks, others
 
     @property
     def reserved(self) -> int:
-        """At the end."""
+        """Bytes that the allocator held from the device at the end."""
         device = torch.cuda.current_device()
         segments = self.snapshot["segments"]
         return sum(s["total_size"] for s in segments if s["device"] == device)
 
 
 def host_blocks(
-    allocations: list[Allocation], before: Owners, owners: Owners, noted: list[BufferMark]
-) -> list[Block]:
-    """Every block of the host's allocator: seen by the profiler, or held by an owner before it
-    began; such a one ends where the engine says that it gave it back.
+    allocations: list[HostAllocation], before: Owners, owners: Owners, noted: list[BufferMark]
+) -> list[MemoryBlock]:
+    """Every block of the host's allocator: those that the profiler saw, and those that an owner
+    held before it began, which end where the engine says that it gave them back.
     """
-    alive: dict[int, Block] = {}
-    for address, owned in before.tensors.items():
-        alive[address] = Block(address, owned.nbytes, role=owned.role, what=owned.what)
+    alive = {address: MemoryBlock(address, o.nbytes) for address, o in before.tensors.items()}
     blocks = list(alive.values())
     events: list[tuple[int, int, int]] = [(a.time, a.address, a.nbytes) for a in allocations]
     if allocations:
@@ -211,18 +215,18 @@ def host_blocks(
         if nbytes > 0:
             if address in alive:  # from before: its end was not seen
                 alive[address].died = time
-            alive[address] = Block(address, nbytes, born=time)
+            alive[address] = MemoryBlock(address, nbytes, born=time)
             blocks.append(alive[address])
         elif address in alive and (nbytes < 0 or alive[address].born is None):
             alive.pop(address).died = time
     for address, owned in owners.tensors.items():
         if address not in alive:  # its owner was not known at the start
-            blocks.append(Block(address, owned.nbytes))
+            blocks.append(MemoryBlock(address, owned.nbytes))
     return blocks
 
 
 def assign_roles(
-    blocks: list[Block], owners: Owners, before: Owners, marks: Marks, pieces: HostPieces
+    blocks: list[MemoryBlock], owners: Owners, before: Owners, marks: Marks, pieces: HostPieces
 ) -> None:
     """Say of every block what it is for."""
     buffers: dict[int, list[tuple[int, Owned]]] = defaultdict(list)
@@ -230,7 +234,7 @@ def assign_roles(
         owned = owners.buffers.get(id(mark.buffer)) or before.buffers.get(id(mark.buffer))
         if mark.nbytes > 0 and owned is not None:
             buffers[mark.address].append((mark.time, owned))
-    packs: dict[str, list[Range]] = defaultdict(list)
+    packs: dict[str, list[RangeMark]] = defaultdict(list)
     for made in marks.ranges:
         if made.name == "pack":
             packs[made.unit].append(made)
@@ -243,7 +247,7 @@ def assign_roles(
 
 
 def _owner(
-    block: Block, owners: Owners, before: Owners, buffers: dict[int, list[tuple[int, Owned]]]
+    block: MemoryBlock, owners: Owners, before: Owners, buffers: dict[int, list[tuple[int, Owned]]]
 ) -> Owned | None:
     if block.born is None and block.address in before.tensors:
         return before.tensors[block.address]
@@ -256,17 +260,18 @@ def _owner(
 
 
 def _by_birth(
-    block: Block, born: int, pieces: HostPieces, packs: dict[str, list[Range]], owners: Owners
+    block: MemoryBlock,
+    born: int,
+    pieces: HostPieces,
+    packs: dict[str, list[RangeMark]],
+    owners: Owners,
 ) -> tuple[str, str]:
-    """A block that no owner claims, by what the host was at when it took it."""
+    """The role of a block that no owner claims, by what the host did when it took the memory."""
     piece = pieces.at(born)
     where = f"{piece.name} {piece.unit}".strip()
-    if isinstance(piece.mark, Range) and piece.mark.name in ("pack", "reduce", "add"):
-        return "slots", where
-    if isinstance(piece.mark, Range) and piece.mark.name == "copy-out":
-        return "full", where
-    if isinstance(piece.mark, Range | Call):
-        return "temporary", where
+    if piece.mark is not None:
+        roles = {"pack": "slots", "reduce": "slots", "add": "slots", "copy-out": "full"}
+        return roles.get(piece.name, "temporary"), where
     if piece.phase == "forward":
         ends = pieces.at(block.died).phase if block.died is not None else "backward"
         return ("activations" if ends != "forward" else "temporary"), where
@@ -279,72 +284,61 @@ def _by_birth(
     return "temporary", where
 
 
-@dataclass
-class Curve:
-    """Bytes by role over a step of one rank, with what was largest at the peak."""
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory over a step of one rank: by role, what the allocator held beyond it, and the largest
+    blocks at the peak.
+    """
 
-    times: list[int]
-    roles: dict[str, list[int]]
+    curve: MemoryCurve
+    reserved: list[int]
+    active: list[int]
     largest: list[dict[str, Any]]
-    reserved: list[int] | None = None
-    active: list[int] | None = None
+    limit_bytes: int | None = None  # of the device
 
-    @property
-    def totals(self) -> list[int]:
-        return [sum(values) for values in zip(*self.roles.values(), strict=True)]
+    def moved(self, times: Iterable[int]) -> StepMemory:
+        return replace(self, curve=replace(self.curve, times=tuple(times)))
 
 
 def draw_curve(
-    blocks: list[Block],
+    blocks: list[MemoryBlock],
     start: int,
     end: int,
-    others: list[tuple[int, int, int]] | None = None,
+    rank: int = 0,
+    allocator: Sequence[tuple[int, int, int]] = (),
     reserved_at_end: int = 0,
-) -> Curve:
-    """The bytes of every role from `start` to `end`."""
+) -> StepMemory:
+    """The bytes of every role from `start` to `end`. `allocator` has (time, reserved, active beyond
+    allocated) changes.
+    """
     changes: list[tuple[int, str, int]] = []
     for block in blocks:
         changes.append((block.born if block.born is not None else -1, block.role, block.nbytes))
         if block.died is not None:
             changes.append((block.died, block.role, -block.nbytes))
-    held = dict.fromkeys(MEMORY_ROLES, 0)
-    for time, reserved, pending in others or ():
-        changes.append((time, "reserved", reserved))
-        changes.append((time, "pending", pending))
-    held["reserved"] = reserved_at_end - sum(reserved for _, reserved, _ in others or ())
-    held["pending"] = 0
+    for time, reserved, pending in allocator:
+        changes += [(time, "reserved", reserved), (time, "pending", pending)]
     changes.sort(key=lambda change: change[0])
-    points: list[tuple[int, dict[str, int]]] = []
-    for time, role, nbytes in changes:
-        if time >= end:
-            break
-        if time > start and not points:
-            points.append((start, dict(held)))
-        held[role] += nbytes
-        if time > start:
-            points.append((time, dict(held)))
-    if not points:
-        points.append((start, dict(held)))
-
-    def total(point: tuple[int, dict[str, int]]) -> int:
-        return sum(point[1][role] for role in MEMORY_ROLES)
-
-    peak = max(points, key=total)[0]
-    largest = _largest(blocks, peak)
-    size = -(-len(points) // POINTS)
-    thin = [points[0]] + [max(points[i : i + size], key=total) for i in range(1, len(points), size)]
-    curve = Curve(
-        [time for time, _ in thin],
-        {role: [at[role] for _, at in thin] for role in MEMORY_ROLES},
-        largest,
-    )
-    if others is not None:
-        curve.reserved = [at["reserved"] for _, at in thin]
-        curve.active = [total(point) + point[1]["pending"] for point in thin]
-    return curve
+    columns = {role: i for i, role in enumerate((*MEMORY_ROLES, "reserved", "pending"))}
+    held = np.zeros((len(changes) + 1, len(columns)), np.int64)
+    held[0, columns["reserved"]] = reserved_at_end - sum(reserved for _, reserved, _ in allocator)
+    for i, (_, role, nbytes) in enumerate(changes, 1):
+        held[i, columns[role]] = nbytes
+    moments = [time for time, _, _ in changes]
+    first, last = bisect_right(moments, start), bisect_left(moments, end)
+    times = [start, *moments[first:last]]
+    held = held.cumsum(axis=0)[first : last + 1]  # at the start, and after each change from then on
+    totals = held[:, : len(MEMORY_ROLES)].sum(axis=1)
+    largest = _largest(blocks, times[totals.argmax()])
+    size = -(-len(times) // POINTS)
+    thin = [0, *(i + int(totals[i : i + size].argmax()) for i in range(1, len(times), size))]
+    series = {role: tuple(held[thin, i].tolist()) for role, i in columns.items()}
+    curve = MemoryCurve(rank, tuple(times[i] for i in thin), {r: series[r] for r in MEMORY_ROLES})
+    active = (totals[thin] + held[thin, columns["pending"]]).tolist()
+    return StepMemory(curve, list(series["reserved"]), active, largest)
 
 
-def _largest(blocks: list[Block], moment: int) -> list[dict[str, Any]]:
+def _largest(blocks: list[MemoryBlock], moment: int) -> list[dict[str, Any]]:
     there = [
         block
         for block in blocks

@@ -1,16 +1,13 @@
 """`python -m shardwise.profiling.run SCRIPT ...` (or `-m MODULE ...`): the program as
-python would run it, with `profile_auto` watching.
+python would run it. Importing shardwise for this module has begun to watch it (`watch.py`).
 """
 
 import runpy
 import sys
 from pathlib import Path
 
-from shardwise.profiling import auto as profile_auto
-
 
 def main() -> None:
-    profile_auto.install()
     if sys.argv[1:2] == ["-m"]:
         module, sys.argv[:] = sys.argv[2], sys.argv[2:]
         sys.path.insert(0, "")

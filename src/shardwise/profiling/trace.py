@@ -23,7 +23,7 @@ _ANCHORS = 4  # the first is slow; the tightest counts
 
 
 @dataclass(frozen=True)
-class Event:
+class HostEvent:
     """Something the profiler saw on the host."""
 
     name: str
@@ -46,7 +46,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Allocation:
+class HostAllocation:
     """Bytes taken (or, negative, given back) at an address of the host's allocator."""
 
     time: int
@@ -55,35 +55,28 @@ class Allocation:
 
 
 @dataclass
-class Trace:
+class TorchTrace:
     """One rank's trace. `host` is the thread that trains."""
 
     host: int = -1
-    operations: list[Event] = field(default_factory=list)
-    nodes: list[Event] = field(default_factory=list)  # of autograd's graph, as backward runs them
-    annotations: list[Event] = field(default_factory=list)  # record_function's
-    transfers: list[Event] = field(default_factory=list)  # of gloo, as its own threads ran them
+    operations: list[HostEvent] = field(default_factory=list)
+    nodes: list[HostEvent] = field(default_factory=list)  # of autograd's graph, in backward
+    transfers: list[HostEvent] = field(default_factory=list)  # of gloo, as its own threads ran them
     kernels: list[Kernel] = field(default_factory=list)
-    allocations: list[Allocation] = field(default_factory=list)
+    allocations: list[HostAllocation] = field(default_factory=list)
 
 
 class Tracer:
     """torch's profiler between `start` and `stop`.
 
-    `operations` adds the host's to a device's, where they are most of the cost; `memory` follows
-    the host's allocations (CUDA's allocator keeps a history of its own).
+    `operations` adds the host's to a device's, where they are most of the cost. The host's
+    allocations are followed without a device; CUDA's allocator keeps a history of its own.
     """
 
-    def __init__(self, cuda: bool, operations: bool = True, memory: bool = False) -> None:
-        self.cuda, self.memory, self.anchored = cuda, memory, operations or not cuda
-        activities = [ProfilerActivity.CPU] * self.anchored + [ProfilerActivity.CUDA] * cuda
-        # Its library announces every start and stop.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # it has one cycle only, and loses nothing
-            self.profiler = profile(activities=activities, profile_memory=memory)
+    def __init__(self, cuda: bool, operations: bool = True) -> None:
+        self.cuda, self.anchored = cuda, operations or not cuda
+        self.profiler: profile | None = None
         self._anchors: list[tuple[int, int]] = []
-        self._runs = False
 
     def start(self) -> None:
         if torch.autograd._profiler_enabled():
@@ -91,20 +84,20 @@ class Tracer:
                 "torch's profiler runs already in this process, and there can be only one: end it "
                 "before sw.profile begins"
             )
+        activities = [ProfilerActivity.CPU] * self.anchored + [ProfilerActivity.CUDA] * self.cuda
+        # Its library announces every start and stop.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", UserWarning)  # it has one cycle only, and loses nothing
+            self.profiler = profile(activities=activities, profile_memory=not self.cuda)
             self.profiler.start()
-        self._runs = True
         self._anchor()
 
     def stop(self) -> None:
-        """Stop, if it runs."""
-        if not self._runs:
-            return
-        self._runs = False
         if self.cuda:
             torch.cuda.synchronize()
         self._anchor()
+        assert self.profiler is not None
         self.profiler.stop()
 
     def _anchor(self) -> None:
@@ -114,11 +107,11 @@ class Tracer:
                 pass
             self._anchors.append((before, perf_counter_ns()))
 
-    def read(self) -> Trace:
+    def read(self) -> TorchTrace:
         """All that was seen."""
         results: Any = self.profiler.profiler.kineto_results  # type: ignore[union-attr]
         events = list(results.events())
-        trace, offset = Trace(), unix_offset()
+        trace, offset = TorchTrace(), unix_offset()
         if self.anchored:
             anchors = [e for e in events if e.name() == _ANCHOR and e.device_type().name == "CPU"]
             offset = self._offset([(e.start_ns(), e.end_ns()) for e in anchors])
@@ -127,27 +120,24 @@ class Tracer:
         on_device = []
         for event in events:
             kind = torch_private.activity_of(event)
-            if kind in _ON_DEVICE:
+            if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
                 on_device.append((event, kind))
             elif kind in ("cuda_runtime", "cuda_driver"):
                 launches[event.correlation_id()] = event.start_ns() + offset
-            elif kind in _ON_HOST and event.device_type().name == "CPU":
+            elif event.device_type().name == "CPU":
                 _sort_in(trace, event, kind, offset)
         for event, kind in on_device:
-            start = event.start_ns() + offset
+            start, end = event.start_ns() + offset, event.end_ns() + offset
             launched = launches.get(event.correlation_id(), start)
-            trace.kernels.append(
-                Kernel(
-                    event.name(), start, event.end_ns() + offset,
-                    event.device_resource_id(), launched, kind,
-                )
-            )  # fmt: skip
-        for found in (trace.operations, trace.nodes, trace.annotations, trace.transfers):
+            stream = event.device_resource_id()
+            trace.kernels.append(Kernel(event.name(), start, end, stream, launched, kind))
+        for found in (trace.operations, trace.nodes, trace.transfers, trace.kernels):
             found.sort(key=lambda event: event.start)
-        trace.kernels.sort(key=lambda kernel: kernel.start)
-        if self.memory:
+        if not self.cuda:
             trace.allocations = [
-                Allocation(e.start_time_ns + offset, e.extra_fields.ptr, e.extra_fields.alloc_size)
+                HostAllocation(
+                    e.start_time_ns + offset, e.extra_fields.ptr, e.extra_fields.alloc_size
+                )
                 for e in _walk(results.experimental_event_tree())
                 if e.tag.name == "Allocation"
             ]
@@ -173,23 +163,17 @@ def unix_offset() -> int:
     return (before + after) // 2 - unix
 
 
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_ON_HOST = ("cpu_op", "user_annotation")
-
-
-def _sort_in(trace: Trace, event: Any, kind: str, offset: int) -> None:
+def _sort_in(trace: TorchTrace, event: Any, kind: str, offset: int) -> None:
+    """Put an event of the host where it belongs. Ranges that somebody named are left out."""
     name = event.name()
     start, end = event.start_ns() + offset, event.end_ns() + offset
-    made = Event(name, start, end, event.start_thread_id(), event.sequence_nr())
-    if name.startswith("gloo:"):
+    made = HostEvent(name, start, end, event.start_thread_id(), event.sequence_nr())
+    if name.startswith("gloo:") and kind in ("cpu_op", "user_annotation"):
         trace.transfers.append(made)
-    elif kind == "user_annotation":
-        if name != _ANCHOR:
-            trace.annotations.append(made)
-    elif name.startswith("autograd::engine::evaluate_function"):
+    elif kind == "cpu_op" and name.startswith("autograd::engine::evaluate_function"):
         trace.nodes.append(made)
     # Nodes of autograd have hooks in them, which wait and copy: their operations count instead.
-    elif "::" in name and not name.startswith("torch::autograd"):
+    elif kind == "cpu_op" and "::" in name and not name.startswith("torch::autograd"):
         trace.operations.append(made)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a rank's step of one kind; `span` is what it is laid to, if anything."""
+    """A stretch of a rank's step of one kind; `span` is what it is attributed to, if anything."""
 
     start: int
     end: int
@@ -58,59 +59,55 @@ class Segment:
     span: Span | None
 
 
-# A moment's kind by what runs, the first that is there: on the compute stream, then beside it.
-_ON_COMPUTE = (("compute", "compute"), ("copy", "copies"), ("host", "host_idle"))
-_BESIDE = (
-    ("transfer", "exposed_transfer"), ("waiting", "waiting_for_peers"), ("copy", "copies"),
-)  # fmt: skip
+# A moment's kind by what runs, on the compute stream (True) or beside it: the first that is there.
+_KINDS = {
+    (True, "compute"): "compute", (True, "copy"): "copies", (True, HOST): "host_idle",
+    (False, "transfer"): "exposed_transfer", (False, "waiting"): "waiting_for_peers",
+    (False, "copy"): "copies",
+}  # fmt: skip
 
 
 def cut(start: int, spans: list[Span]) -> list[Segment]:
     """Cut a rank's step, from `start` to its last end, into segments of one kind each."""
     changes: list[tuple[int, int, Span]] = []
     for span in spans:
-        if _key(span) != (False, HOST) and span.end > span.start:
-            changes.append((span.start, 1, span))
-            changes.append((span.end, 0, span))
+        if _stream_and_role(span) != (False, HOST) and span.end > span.start:
+            changes += [(span.start, 1, span), (span.end, 0, span)]
     changes.sort(key=lambda change: change[:2])
-    busy = union((s.start, s.end) for s in spans if _key(s) in _COMPUTE_KEYS)
-    resumes = iter(busy)
-    next_busy = next(resumes, None)
+    on_compute = union(
+        (s.start, s.end) for s in spans if _stream_and_role(s) in _KINDS and _stream_and_role(s)[0]
+    )
+    resumes = [begin for begin, _ in on_compute]
     active: dict[tuple[bool, str], dict[int, Span]] = defaultdict(dict)
     segments: list[Segment] = []
     at, last = start, max(span.end for span in spans)
     for time, opens, span in [*changes, (last, 1, spans[-1])]:
         if time > at:
-            while next_busy is not None and next_busy[0] < time:
-                next_busy = next(resumes, None)
-            # Compute resumes at the start of the next stretch, or never in this step.
-            resume = next_busy[0] if next_busy is not None else last
-            kind, blame = _classify(active, resume)
-            segments.append(Segment(at, time, kind, blame))
+            # Compute resumes at the start of its next stretch, or never in this step.
+            following = bisect_left(resumes, time)
+            resume = resumes[following] if following < len(resumes) else last
+            segments.append(Segment(at, time, *_classify(active, resume)))
             at = time
         if opens:
-            active[_key(span)][id(span)] = span
+            active[_stream_and_role(span)][id(span)] = span
         else:
-            active[_key(span)].pop(id(span), None)
+            active[_stream_and_role(span)].pop(id(span), None)
     return segments
 
 
 def _classify(
     active: Mapping[tuple[bool, str], dict[int, Span]], resume: int
 ) -> tuple[str, Span | None]:
-    for on_compute, order in ((True, _ON_COMPUTE), (False, _BESIDE)):
-        for role, kind in order:
-            running = active.get((on_compute, role))
-            if running:
-                # What compute waits for is what ends when compute goes on.
-                if kind == "host_idle":
-                    return kind, None
-                return kind, min(running.values(), key=lambda s: (abs(s.end - resume), s.start))
+    for key, kind in _KINDS.items():
+        running = active.get(key)
+        if running:
+            if kind == "host_idle":
+                break
+            # What compute waits for is what ends when compute goes on.
+            return kind, min(running.values(), key=lambda s: (abs(s.end - resume), s.start))
     return "host_idle", None
 
 
-def _key(span: Span) -> tuple[bool, str]:
+def _stream_and_role(span: Span) -> tuple[bool, str]:
+    """Whether it is on the compute stream, and its role."""
     return span.stream == COMPUTE or span.role == "compute", span.role
-
-
-_COMPUTE_KEYS = {(True, role) for role, _ in _ON_COMPUTE}

@@ -15,6 +15,8 @@ from shardwise.timeline.busy import Busy
 from shardwise.timeline.chrome import to_chrome
 from shardwise.timeline.spans import COMPUTE, MemoryCurve, MemoryPeak, Span
 
+_COLUMNS = [field.name for field in dataclasses.fields(Span)]  # of a span in a file
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -80,14 +82,17 @@ class Timeline:
     # Where the time went
 
     @cached_property
-    def _known_segments(self) -> dict[int, list[Segment]]:
-        return {}
+    def _segments(self) -> dict[int, list[Segment]]:
+        return {}  # of the ranks that were asked for
 
-    def segments(self, rank: int) -> list[Segment]:
-        """The step of `rank` in stretches of one kind each, from the step's start to its end."""
-        if rank not in self._known_segments:
-            self._known_segments[rank] = cut(self.start, self._by_rank[rank])
-        return self._known_segments[rank]
+    def segments(self, rank: int | None = None) -> list[Segment]:
+        """The step of `rank`, or of the slowest one, in stretches of one kind each, from the step's
+        start to its end.
+        """
+        rank = self.slowest if rank is None else rank
+        if rank not in self._segments:
+            self._segments[rank] = cut(self.start, self._by_rank[rank])
+        return self._segments[rank]
 
     def breakdown(self, rank: int | None = None) -> Breakdown:
         """Where the step went, of `rank` or of the slowest one."""
@@ -103,18 +108,17 @@ class Timeline:
 
     def exposed(self, rank: int | None = None) -> dict[tuple[str, str], int]:
         """Nanoseconds of exposed transfer by (unit, phase)."""
-        return self._laid_to("exposed_transfer", rank)
+        return self._by_unit("exposed_transfer", rank)
 
     def waiting(self, rank: int | None = None) -> dict[tuple[str, str], int]:
         """Nanoseconds of waiting for late peers by (unit, phase)."""
-        return self._laid_to("waiting_for_peers", rank)
+        return self._by_unit("waiting_for_peers", rank)
 
     def host_bound(self, rank: int | None = None) -> int:
         """Nanoseconds in which the compute stream had nothing because the host was late."""
         return self.breakdown(rank).host_idle
 
-    def _laid_to(self, kind: str, rank: int | None) -> dict[tuple[str, str], int]:
-        rank = self.slowest if rank is None else rank
+    def _by_unit(self, kind: str, rank: int | None) -> dict[tuple[str, str], int]:
         found: dict[tuple[str, str], int] = defaultdict(int)
         for segment in self.segments(rank):
             if segment.kind == kind and segment.span is not None:
@@ -153,18 +157,14 @@ class Timeline:
     # Files
 
     def to_json(self) -> str:
-        spans = [list(dataclasses.astuple(span)) for span in self.spans]
-        memory = [
-            {"rank": c.rank, "times": list(c.times), "roles": {k: [*v] for k, v in c.roles.items()}}
-            for c in self.memory
-        ]  # fmt: skip
-        columns = [f.name for f in dataclasses.fields(Span)]
         return json.dumps(
             {
-                "columns": columns,
-                "spans": spans,
-                "memory": memory,
-                "stands_for": {str(k): v for k, v in self.stands_for.items()},
+                "columns": _COLUMNS,
+                "spans": [dataclasses.astuple(span) for span in self.spans],
+                "memory": [
+                    {"rank": c.rank, "times": c.times, "roles": dict(c.roles)} for c in self.memory
+                ],
+                "stands_for": dict(self.stands_for),
                 "labels": dict(self.labels),
             }
         )
@@ -175,33 +175,26 @@ class Timeline:
         data = json.loads(text)
         if not isinstance(data, dict):
             raise ValueError(f"expected a JSON object, got a {type(data).__name__}")
-        for key, kind in (
-            ("spans", list),
-            ("memory", list),
-            ("stands_for", dict),
-            ("labels", dict),
-        ):
+        kinds = {"spans": list, "memory": list, "stands_for": dict, "labels": dict}
+        for key, kind in kinds.items():
             if not isinstance(data.get(key), kind):
                 raise ValueError(
                     f"its {key} is {str(data.get(key))[:40]}, expected a {kind.__name__}"
                 )
-        expected = [f.name for f in dataclasses.fields(Span)]
-        if data.get("columns") != expected:
-            raise ValueError(f"spans have columns {data.get('columns')}, expected {expected}")
+        if data.get("columns") != _COLUMNS:
+            raise ValueError(f"spans have columns {data.get('columns')}, expected {_COLUMNS}")
         return cls(
             spans=tuple(Span(*row) for row in data["spans"]),
             memory=tuple(
                 MemoryCurve(
-                    m["rank"], tuple(m["times"]), {r: tuple(v) for r, v in m["roles"].items()}
+                    c["rank"], tuple(c["times"]), {r: tuple(v) for r, v in c["roles"].items()}
                 )
-                for m in data["memory"]
+                for c in data["memory"]
             ),
             stands_for={int(k): v for k, v in data["stands_for"].items()},
             labels={str(name): str(value) for name, value in data["labels"].items()},
         )
 
     def to_chrome(self) -> dict[str, Any]:
-        """The trace format that Perfetto and chrome://tracing open: ranks are processes, streams
-        threads, memory a counter, arrows from a gather to what computes with it.
-        """
+        """The trace format that Perfetto and chrome://tracing open."""
         return to_chrome(self._by_rank, self.memory, self.stands_for, self.labels)

@@ -15,7 +15,7 @@ from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.collect import NothingProfiled
-from shardwise.profiling.files import choose_cluster
+from shardwise.profiling.write import choose_cluster
 from shardwise.run_files import PREDICTED
 from shardwise.timeline import Timeline
 from shardwise.trainer.config import TrainConfig

@@ -1,4 +1,4 @@
-"""The files of a profile, beside those of a run (`run_files.py`)."""
+"""Writing a profile's files, beside those of a run (`run_files.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import collective_time
-from shardwise.profiling.merge import Message
+from shardwise.profiling.merge import MeasuredMessage
 from shardwise.run_files import MEMORY, MESSAGES, TIMELINE, TRACE
 from shardwise.timeline import Timeline
 
@@ -21,7 +23,7 @@ _CURVE_POINTS = 13
 def write_profile(
     directory: Path,
     timeline: Timeline,
-    messages: Sequence[Message],
+    messages: Sequence[MeasuredMessage],
     memory: list[dict[str, Any]],
     cluster: str,
 ) -> None:
@@ -32,25 +34,20 @@ def write_profile(
     (directory / TRACE).write_text(json.dumps(timeline.to_chrome()) + "\n")
 
 
-def _messages(messages: Sequence[Message], name: str) -> dict[str, Any]:
+def _messages(messages: Sequence[MeasuredMessage], name: str) -> dict[str, Any]:
     curve: list[dict[str, Any]] = []
     if name:
         cluster = Cluster.load(name)
         for collective, ranks in sorted({(m.collective, m.ranks) for m in messages if m.bytes}):
             sizes = [m.bytes for m in messages if m.collective == collective and m.bytes]
-            for size in _sizes(min(sizes), max(sizes)):
+            # From half the smallest message to twice the largest, in equal ratios.
+            points = np.geomspace(max(1, min(sizes) // 2), max(sizes) * 2, _CURVE_POINTS)
+            for size in (round(point) for point in points):
                 seconds = collective_time(cluster, collective, size, ranks)
                 curve.append(
                     {"collective": collective, "ranks": ranks, "bytes": size, "seconds": seconds}
                 )
     return {"cluster": name, "messages": [asdict(m) for m in messages], "curve": curve}
-
-
-def _sizes(least: int, most: int) -> list[int]:
-    """From half the smallest message to twice the largest, in equal ratios."""
-    low, high = max(1, least // 2), most * 2
-    ratio = (high / low) ** (1 / (_CURVE_POINTS - 1))
-    return [round(low * ratio**i) for i in range(_CURVE_POINTS)]
 
 
 def write_raw(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.engine.marks import Call, Marks
-from shardwise.profiling import device as profile_device
-from shardwise.profiling.carry import Carry
+from shardwise.engine.marks import CallMark, Marks
+from shardwise.profiling.device import device_end
 from shardwise.profiling.memory import Owners
-from shardwise.profiling.ranks import Peers
-from shardwise.profiling.reading import RETIMED, Choice, Collected, choose
-from shardwise.profiling.retime import retime
-from shardwise.profiling.steps import Steps
-from shardwise.profiling.trace import Kernel, Trace
+from shardwise.profiling.merge import Peers
+from shardwise.profiling.shown_step import RETIMED, Choice, Collected, choose
+from shardwise.profiling.step_times import StepTimes
+from shardwise.profiling.trace import Kernel, TorchTrace
+from shardwise.profiling.traced_to_timed import StepMap, bring_kernels
 
 pytestmark = pytest.mark.usefixtures("no_group")
 
@@ -32,7 +31,7 @@ def make_marks() -> Marks:
     marks.contexts.clear()
     for start, end in (SOURCE, TARGET):
         tenth = (end - start) // 10
-        call = Call("all_gather", "a", "forward", "shard", 64, 8, tuple(range(8)), start + tenth)
+        call = CallMark("all_gather", "a", "forward", "shard", 64, tuple(range(8)), start + tenth)
         call.issued = start + 2 * tenth
         marks.roots.append(start)
         marks.calls.append(call)
@@ -50,8 +49,7 @@ def places(kernels: list[Kernel]) -> list[tuple[float, float]]:
 
 
 def bring(kernels: list[Kernel]) -> list[Kernel]:
-    marks = make_marks()
-    return retime(kernels, marks, Carry(marks, SOURCE, TARGET))
+    return bring_kernels(kernels, StepMap(make_marks(), SOURCE, TARGET))
 
 
 def test_a_device_that_waits_for_its_host_waits_less() -> None:
@@ -87,7 +85,7 @@ def test_what_waited_for_a_collective_still_does() -> None:
     ]  # fmt: skip
 
 
-class Taken(Steps):
+class Taken(StepTimes):
     """Two traced steps and two timed ones."""
 
     def __init__(self, *milliseconds: float) -> None:
@@ -110,9 +108,9 @@ def choose_of(steps: Taken, marks: Marks | None = None, peers: Peers | None = No
     kernels = [kernel(at, at + 5, 40) for at in (-60, 300, 400, 700, 900)]
     kernels[-1] = kernel(900, 905, 95)
     seen = Collected(
-        "cuda", marks or make_marks(), True, True, steps, range(2), None, Owners(), Owners(), 0
+        "cuda", marks or make_marks(), True, True, steps, range(2), None, 0, Owners(), Owners()
     )
-    return choose(seen, Trace(kernels=kernels), 4, peers or Peers())
+    return choose(seen, TorchTrace(kernels=kernels), 4, peers or Peers())
 
 
 def test_the_timed_step_is_shown_with_the_trace_brought_to_it() -> None:
@@ -120,7 +118,7 @@ def test_the_timed_step_is_shown_with_the_trace_brought_to_it() -> None:
     assert choice.shown == 3 and choice.source == 1 and choice.note == RETIMED and not choice.warns
     assert choice.labels == {"step_ms": "0.620", "timing": "untraced", "traced_ms": "1.000"}
     assert choice.trace is not None
-    opened, closed = (profile_device.device_end(choice.trace.kernels, at) for at in TARGET)
+    opened, closed = (device_end(choice.trace.kernels, at) for at in TARGET)
     assert (closed - opened) / US == 545 + 95
 
 
@@ -131,13 +129,13 @@ def test_a_traced_step_that_happened_to_be_short_is_brought_to_a_timed_one_too()
 
 def test_a_trace_that_cost_nothing_is_shown_as_it_is() -> None:
     choice = choose_of(Taken(1.3, 1.0, 0.7, 0.99))
-    assert (choice.shown, choice.source, choice.carry, choice.note) == (1, 1, None, "")
+    assert (choice.shown, choice.source, choice.step_map, choice.note) == (1, 1, None, "")
     assert choice.labels == {"step_ms": "0.990", "timing": "untraced", "traced_ms": "1.000"}
 
 
 def test_where_the_result_is_not_what_the_timed_step_took_the_traced_one_is_shown() -> None:
     choice = choose_of(Taken(1.3, 1.0, 0.7, 0.8))
-    assert (choice.shown, choice.carry, choice.warns) == (1, None, True)
+    assert (choice.shown, choice.step_map, choice.warns) == (1, None, True)
     assert choice.labels["timing"] == "traced"
     assert "it would take 0.6 ms, and that took 0.8 ms" in choice.note
 
