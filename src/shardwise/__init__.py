@@ -12,12 +12,19 @@ from shardwise import processor
 if TYPE_CHECKING:
     from shardwise.engine.api import exposed_seconds, shard
     from shardwise.engine.clip import clip_grad_norm
+    from shardwise.engine.collectives import (
+        record,
+    )
+    from shardwise.engine.engine import (
+        microbatches,
+    )
     from shardwise.engine.local_step import local
-    from shardwise.engine.materialize import materialize
-    from shardwise.engine.microbatches import microbatches
-    from shardwise.engine.recording import record
     from shardwise.engine.sharded_optimizer import ShardedOptimizer
-    from shardwise.engine.whole_state import broadcast, full_state_dict
+    from shardwise.engine.state import (
+        broadcast,
+        full_state_dict,
+        materialize,
+    )
     from shardwise.fsdp2 import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -46,18 +53,18 @@ _HOMES = {
     "Plan": "planning.plan",
     "ShardedOptimizer": "engine.sharded_optimizer",
     "UnshardHandle": "fsdp2",
-    "broadcast": "engine.whole_state",
+    "broadcast": "engine.state",
     "clip_grad_norm": "engine.clip",
     "describe": "predict.describe",
     "exposed_seconds": "engine.api",
-    "full_state_dict": "engine.whole_state",
+    "full_state_dict": "engine.state",
     "fully_shard": "fsdp2",
     "local": "engine.local_step",
-    "materialize": "engine.materialize",
-    "microbatches": "engine.microbatches",
+    "materialize": "engine.state",
+    "microbatches": "engine.engine",
     "plan": "predict.search",
     "profile": "profiling.collect",
-    "record": "engine.recording",
+    "record": "engine.collectives",
     "register_fsdp_forward_method": "fsdp2",
     "replace_torch_fully_shard": "fsdp2",
     "report": "reporting.api",

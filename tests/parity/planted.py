@@ -23,7 +23,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.engine.api import engine_of
+from shardwise.engine.engine import (
+    engine_of,
+)
 from shardwise.run_files import PLAN, TIMELINE
 from shardwise.timeline import Timeline
 from tests.ranks import Ranks

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.recording import Record
+from shardwise.engine.collectives import (
+    Record,
+)
 from shardwise.planning.memory import count_sent
 from tests.ranks import Ranks
 
@@ -169,7 +171,9 @@ def test_only_sums_on_the_wire(two: Ranks) -> None:
 
 def _peak_full() -> tuple[int, int]:
     """The most full-parameter bytes seen at any block's forward or backward, and the formula's."""
-    from shardwise.engine.api import engine_of
+    from shardwise.engine.engine import (
+        engine_of,
+    )
     from shardwise.planning.memory import count_kept
 
     torch.manual_seed(0)

@@ -25,7 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.workload import Workload
-from shardwise.engine.api import engine_of
+from shardwise.engine.engine import (
+    engine_of,
+)
 from shardwise.predict.cost import Costs
 from shardwise.predict.fsdp2 import Fsdp2Step
 from shardwise.predict.program import works_of

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.workload import Workload
-from shardwise.engine.api import engine_of
+from shardwise.engine.engine import (
+    engine_of,
+)
 from shardwise.planning.memory import count_kept, count_sent
 from shardwise.predict.cost import Costs
 from shardwise.predict.program import works_of

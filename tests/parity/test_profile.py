@@ -147,7 +147,9 @@ def _memory(strategy: str, through: str) -> dict[str, Any]:
     from torch import nn
 
     import shardwise as sw
-    from shardwise.engine.api import engine_of
+    from shardwise.engine.engine import (
+        engine_of,
+    )
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)])

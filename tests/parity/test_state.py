@@ -149,7 +149,9 @@ def test_broadcast_gives_everyone_the_same(four: Ranks, name: str, sharded: bool
 
 def _partly_frozen() -> tuple[int, int]:
     """Case 4: frozen parameters take no gradient memory."""
-    from shardwise.engine.api import engine_of
+    from shardwise.engine.engine import (
+        engine_of,
+    )
 
     model = build("even")
     model.layers[0].up.weight.requires_grad_(False)
@@ -167,7 +169,9 @@ def test_frozen_parameters_take_no_gradient_memory(two: Ranks) -> None:
 
 def _memory_comes_and_goes() -> dict[str, list[int]]:
     """Bytes of full parameters and gradients, before, after forward, after backward, after step."""
-    from shardwise.engine.api import engine_of
+    from shardwise.engine.engine import (
+        engine_of,
+    )
 
     model = sw.shard(build("even"), sw.Plan.of("zero3", mesh=2))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import shardwise as sw
-from shardwise.engine.api import engine_of
+from shardwise.engine.engine import (
+    engine_of,
+)
 from tests.parity.dropin.catalog import ENGINES, Api
 from tests.parity.dropin.common import assert_trains_alike, batch, square_loss
 from tests.parity.dropin.models import Stack, wrap

@@ -35,7 +35,9 @@ from shardwise.emulation.links import HostLinks
 from shardwise.emulation.network import ClusterNetwork
 from shardwise.emulation.run import Job, joined, run, ways_to_keep_less
 from shardwise.engine import torch_private
-from shardwise.engine.api import engine_of
+from shardwise.engine.engine import (
+    engine_of,
+)
 from shardwise.planning.memory import count_sent
 from shardwise.planning.plan import Plan
 

@@ -23,7 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine import gloo_threads, torch_private
+from shardwise.engine import (
+    mesh,
+    torch_private,
+)
 from shardwise.engine.mesh import default_device
 from shardwise.fsdp2.meshes import default_mesh
 from shardwise.planning.settings import Settings
@@ -124,7 +127,7 @@ def test_at_exit_gloo_has_let_go_of_its_tensors(no_group):
     that waits so when the interpreter ends aborts the process.
     """
     sw.fully_shard(nn.Linear(8, 8))
-    assert gloo_threads.rest_at_exit.cache_info().currsize == 1
+    assert mesh.rest_at_exit.cache_info().currsize == 1
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # nobody takes the lock from this thread
     try:
@@ -137,7 +140,7 @@ def test_at_exit_gloo_has_let_go_of_its_tensors(no_group):
             if held() is not None:
                 break
         assert held() is not None
-        gloo_threads._wait_until_idle()
+        mesh._wait_until_idle()
         assert held() is None
     finally:
         sys.setswitchinterval(interval)
@@ -147,14 +150,14 @@ def test_the_end_does_not_wait_for_a_rank_that_is_gone(tmp_path, monkeypatch):
     for number, (name, state) in enumerate((("pt_gloo_runloop", "S"), ("python", "R"))):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "stat").write_text(f"{number} ({name}) {state} 1 2")
-    monkeypatch.setattr(gloo_threads, "_TASKS", tmp_path)
+    monkeypatch.setattr(mesh, "_TASKS", tmp_path)
     began = time.monotonic()
-    gloo_threads._wait_until_idle()
+    mesh._wait_until_idle()
     assert time.monotonic() - began < 1.0
     (tmp_path / "0" / "stat").write_text("0 (pt_gloo_runloop) R 1 2")
-    monkeypatch.setattr(gloo_threads, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(mesh, "_PATIENCE_S", 0.05)
     began = time.monotonic()
-    gloo_threads._wait_until_idle()
+    mesh._wait_until_idle()
     assert time.monotonic() - began >= 0.05
 
 

@@ -23,9 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
 from shardwise.emulation.models import LARGE, LM, OPTIMIZER, compute_loss
-from shardwise.engine.api import engine_of, shard
+from shardwise.engine.api import (
+    shard,
+)
+from shardwise.engine.engine import (
+    engine_of,
+)
 from shardwise.engine.local_step import local
-from shardwise.engine.materialize import materialize
+from shardwise.engine.state import (
+    materialize,
+)
 from shardwise.engine.torch_private import local_of
 from shardwise.errors import UserError
 from shardwise.planning.plan import DTYPES, Plan

@@ -7,18 +7,22 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine import guard
+from shardwise.engine import (
+    checks,
+)
 from shardwise.engine.attach import attach, find_device
-from shardwise.engine.copying import copy_module, repeat_unit
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import ENGINE_KEY, Engine, engine_of, is_sharded
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Node
 from shardwise.engine.local_step import watch_optimizers
 from shardwise.engine.mesh import Mesh, mesh_of
+from shardwise.engine.state import (
+    copy_module,
+    repeat_unit,
+)
 from shardwise.engine.unit import Unit
 from shardwise.planning.plan import DTYPES, Plan
 
-_ATTRIBUTE = "_shardwise"
 _ONE_WAY = (
     "a model is sharded by sw.shard(model, plan) or by fully_shard, not by both: leave one of them "
     "out, or start from a new model"
@@ -91,12 +95,12 @@ def _refuse_part(memo: dict[int, Any]) -> nn.Module:
 
 def bind(model: nn.Module, engine: Engine | Callable[[], Engine]) -> None:
     """From now on `engine_of(model)` is `engine`, or what calling it gives."""
-    model.__dict__[_ATTRIBUTE] = engine
+    model.__dict__[ENGINE_KEY] = engine
     watch_optimizers()
 
 
 def unbind(model: nn.Module) -> None:
-    del model.__dict__[_ATTRIBUTE]
+    del model.__dict__[ENGINE_KEY]
 
 
 def _hang(model: nn.Module, plan: Plan, engine: Engine) -> list[Node]:
@@ -119,38 +123,22 @@ def _hang(model: nn.Module, plan: Plan, engine: Engine) -> list[Node]:
 
 def _how_sharded(name: str, module: nn.Module) -> str:
     what = f"{type(module).__name__} ({name})" if name else type(module).__name__
-    by = "by a Plan" if isinstance(module.__dict__[_ATTRIBUTE], Engine) else "by fully_shard"
+    by = "by a Plan" if isinstance(module.__dict__[ENGINE_KEY], Engine) else "by fully_shard"
     return f"{what} is sharded already, {by}"
 
 
 def check_unplanned(model: nn.Module) -> None:
     """Error for a model that a Plan shards, for one around it, and for a part of it."""
     for name, module in model.named_modules():
-        if isinstance(module.__dict__.get(_ATTRIBUTE), Engine):
+        if isinstance(module.__dict__.get(ENGINE_KEY), Engine):
             raise ValueError(f"{_how_sharded(name, module)}; {_ONE_WAY}")
     for name, parameter in model.named_parameters():
-        engine = guard.engine_of(parameter)
+        engine = checks.engine_of(parameter)
         if engine is not None and engine.plan is not None:
             raise ValueError(
                 f"parameter {name!r} of {type(model).__name__} is sharded already, by a Plan; "
                 f"{_ONE_WAY}"
             )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return _ATTRIBUTE in model.__dict__
-
-
-def engine_of(model: nn.Module) -> Engine:
-    found = model.__dict__.get(_ATTRIBUTE)
-    if found is None:
-        raise ValueError(
-            f"{type(model).__name__} is not sharded; call sw.shard(model, plan) or "
-            "fully_shard(model) first"
-        )
-    engine = found if isinstance(found, Engine) else found()
-    assert isinstance(engine, Engine)
-    return engine
 
 
 def exposed_seconds(model: nn.Module) -> float | None:

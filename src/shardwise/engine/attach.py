@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import nn
 
 from shardwise.engine.mesh import Mesh, default_device, unsharded
-from shardwise.engine.storage import Member
-from shardwise.engine.unit import Options, Unit, divide
+from shardwise.engine.storage import Member, Offload
+from shardwise.engine.unit import Unit
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.planning.units import places
+from shardwise.schedule.policy import UnitPolicy
+
+
+@dataclass
+class Options(UnitPolicy):
+    """What one unit does; from the Plan, or from one call of `fully_shard`, whose setters may
+    change it between passes.
+    """
+
+    compute_dtype: torch.dtype | None = None  # None: the parameters' own
+    reduce_dtype: torch.dtype | None = None  # None: the parameters' own
+    gather: str = "auto"
+    precision: Any = None  # handed to parameters that bring their own all-gather
+    plain: bool = False  # users see plain tensors (ddp)
+    offload: Offload | None = None
+    zeroes_unused: bool = False  # parameters that no rank used get zeros, not None
+    divide_before: float = 1.0  # gradients, before and after they are summed
+    divide_after: float = 1.0
+    custom_gather: Any = None  # objects with `allocate` and a call, as torch's AllGather
+    custom_scatter: Any = None
+    after_reduce: Callable[[torch.Tensor], None] | None = None
+    after_reduce_stream: torch.cuda.Stream | None = None
+
+    def dtypes(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Compute and reduce dtype of parameters whose own dtype is `own`. Integers stay."""
+        if not own.is_floating_point:
+            return own, own
+        return self.compute_dtype or own, self.reduce_dtype or own
+
+
+def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
+    """Divide gradients by `factor` in all. A dtype of small range takes about the square root of it
+    before the sum and the rest after, so that neither end of the range is left.
+    """
+    before = 1.0
+    if reduce_dtype not in (torch.float32, torch.bfloat16):
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+    options.divide_before, options.divide_after = before, factor / before
 
 
 def find_device(model: nn.Module) -> torch.device:

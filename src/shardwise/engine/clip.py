@@ -10,8 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine import guard
-from shardwise.engine.api import engine_of
+from shardwise.engine import (
+    checks,
+)
+from shardwise.engine.engine import (
+    engine_of,
+)
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.torch_private import local_of
@@ -29,7 +33,7 @@ def clip_grad_norm(
     engine = engine_of(model)
     engine.check_interrupted()
     # Modules that were added and sharded later have engines of their own.
-    engines = dict.fromkeys([engine, *filter(None, map(guard.engine_of, model.parameters()))])
+    engines = dict.fromkeys([engine, *filter(None, map(checks.engine_of, model.parameters()))])
     units = [unit for each in engines for unit in each.units]
     live = [u.gradients for u in units if u.gradients is not None and not u.gradients.cleared]
     mesh = engine.mesh.device_mesh
@@ -39,7 +43,7 @@ def clip_grad_norm(
     else:
         total = _norm_of_all(live, engine.mesh)
     # Parameters outside the engine (ignored ones) are whole on every rank.
-    outside = [p.grad for p in model.parameters() if p.grad is not None and not guard.engine_of(p)]
+    outside = [p.grad for p in model.parameters() if p.grad is not None and not checks.engine_of(p)]
     if outside:
         theirs = torch.stack([g.norm().float().to(total.device) for g in outside])
         total = torch.linalg.vector_norm(torch.cat([total.view(1), theirs]))

@@ -1,19 +1,26 @@
-"""Collectives over torch.distributed. Sums on the wire, always: gloo's AVG has silently summed in
-some versions (pytorch/pytorch 162338), so nobody asks for it.
+"""What ranks send each other: collectives over torch.distributed, counted while a `record()` is
+open, and small host values beside them.
+
+Sums on the wire, always: gloo's AVG has silently summed in some versions (pytorch/pytorch 162338),
+so nobody asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import pickle
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.engine import marks, recording, torch_private
-from shardwise.engine.control import Control
+from shardwise.engine import marks, torch_private
+from shardwise.planning.memory import sent_bytes
 
 
 class Handle(Protocol):
@@ -30,6 +37,13 @@ class Done:
 
 
 DONE = Done()
+
+
+Unpack = Callable[[], None]  # to run when a gather has ended
+
+
+def nothing_to_unpack() -> None:
+    return None
 
 
 class All:
@@ -49,6 +63,48 @@ def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) 
         return torch.empty(numel, dtype=dtype, device=device)
     made: torch.Tensor = custom.allocate((numel,), dtype=dtype, device=device)
     return made
+
+
+class Buffer:
+    """A flat tensor whose memory comes and goes while its views stay."""
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+    ) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
+        self._fixed = pin_memory  # pinning is dear, and a resize would lose it
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self.allocated = True
+
+    def allocate(self) -> None:
+        if not self.allocated:
+            self._storage.resize_(self._nbytes)
+            self.allocated = True
+            if marks.on is not None:
+                marks.on.buffer(self, self._storage.data_ptr(), self._nbytes)
+
+    def release(self) -> None:
+        # numpy has a view: torch resizes that storage no more.
+        if self.allocated and not self._fixed and self._storage.resizable():
+            if marks.on is not None:
+                marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
+            self._storage.resize_(0)
+            self.allocated = False
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Memory is there inside; views can only be made while it is."""
+        was = self.allocated
+        self.allocate()
+        yield
+        if not was:
+            self.release()
+
+
+def _issued(handle: Handle) -> Handle:
+    """A collective was called; a profile, if one listens, watches the wait for it."""
+    return handle if marks.on is None else marks.on.issued(handle)
 
 
 @dataclass(eq=False)
@@ -72,15 +128,15 @@ class Group:
             return DONE
         self._note("all_gather", output)
         if custom is not None:
-            return marks.issued(custom(output, input, self.group, async_op=True) or DONE)
-        return marks.issued(torch_private.all_gather(output, input, self.group))
+            return _issued(custom(output, input, self.group, async_op=True) or DONE)
+        return _issued(torch_private.all_gather(output, input, self.group))
 
     def all_gather_grouped(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Many gathers as one grouped call; each input may be this rank's part of its output."""
         self._note("all_gather", *outputs)
-        return marks.issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
+        return _issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
@@ -89,15 +145,15 @@ class Group:
         self._note("reduce_scatter", input)
         if custom is not None:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
-            return marks.issued(handle or DONE)
-        return marks.issued(torch_private.reduce_scatter(output, input, self.group))
+            return _issued(handle or DONE)
+        return _issued(torch_private.reduce_scatter(output, input, self.group))
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """The sum over ranks, in place."""
         if self.size == 1:
             return DONE
         self._note("all_reduce", tensor)
-        return marks.issued(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The first rank's values on every rank."""
@@ -123,8 +179,137 @@ class Group:
         return device.type == "cpu" or f"{device.type}:gloo" not in backends
 
     def _note(self, name: str, *tensors: torch.Tensor) -> None:
-        if recording.open_records or marks.on is not None:
+        if open_records or marks.on is not None:
             nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            recording.note(name, self.axis, nbytes, self.size)
+            note(name, self.axis, nbytes, self.size)
             if marks.on is not None:
                 marks.on.call(name, self.axis, nbytes, self.members)
+
+
+Value = TypeVar("Value")
+
+
+class PerWorld(Generic[Value]):
+    """Values that belong to the world they were made in: forgotten with it, and not found in the
+    one after `destroy_process_group`. Ranks that are threads have a world each.
+    """
+
+    def __init__(self) -> None:
+        self._worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Value]]
+        self._worlds = weakref.WeakKeyDictionary()
+
+    @property
+    def here(self) -> dict[Any, Value]:
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is not initialised"
+        return self._worlds.setdefault(world, {})
+
+
+class Control:
+    """The ranks of one group, by turns: each says a value, the first one puts them together."""
+
+    def __init__(self, store: Any, ranks: tuple[int, ...], rank: int) -> None:
+        self._store, self._size, self._rank = store, len(ranks), rank
+        self._prefix = f"shardwise/{'-'.join(map(str, ranks))}"
+        self._turn = 0
+        self._generation: int | None = None
+
+    def exchange(self, value: object) -> list[Any]:
+        """Every rank's value, on every rank. Blocks until all have said theirs."""
+        if self._generation is None:
+            # A store may outlive its world; every rank of a group comes once in each.
+            came: int = self._store.add(f"{self._prefix}/came", 1)
+            self._generation = (came - 1) // self._size
+        turn = f"{self._prefix}/{self._generation}/{self._turn}"
+        self._turn += 1
+        said = pickle.dumps(value)
+        if self._rank:
+            self._store.set(f"{turn}/{self._rank}", said)
+            together = self._store.get(f"{turn}/all")
+        else:
+            together = self._put_together(turn, said)
+        if together[:1] == b"=":
+            return [pickle.loads(together[1:]) for _ in range(self._size)]
+        return [pickle.loads(each) for each in pickle.loads(together[1:])]
+
+    def _put_together(self, turn: str, said: bytes) -> bytes:
+        keys = [f"{turn}/{rank}" for rank in range(1, self._size)]
+        everybody = [said, *(self._store.get(key) for key in keys)]
+        alike = all(each == said for each in everybody)
+        together = b"=" + said if alike else b"*" + pickle.dumps(everybody)
+        self._store.set(f"{turn}/all", together)
+        # Whoever said something in this turn has read what was said in the last.
+        last = f"{self._prefix}/{self._generation}/{self._turn - 2}/all"
+        for key in (*keys, *([last] if self._turn > 1 else [])):
+            self._store.delete_key(key)
+        return together
+
+
+_controls: PerWorld[Control] = PerWorld()
+
+
+def control_of(group: dist.ProcessGroup | None) -> Control | None:
+    """How the ranks of a group tell each other; None where no peer exists to answer (a fake group,
+    a rank by itself).
+    """
+    if group is None or dist.get_backend(group) == "fake":
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return None
+    known = _controls.here
+    if ranks not in known:
+        known[ranks] = Control(torch_private.default_store(), ranks, dist.get_rank(group))
+    return known[ranks]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as one rank issued it. `nbytes` is the whole message: a gather's output, a
+    scatter's input.
+    """
+
+    name: str  # all_gather, reduce_scatter, all_reduce
+    axis: str  # the mesh axis it ran over
+    nbytes: int
+    ranks: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes this rank sends: S(n-1)/n, twice that for an all-reduce."""
+        return sent_bytes(self.name, self.nbytes, self.ranks)
+
+
+@dataclass(eq=False)  # two that counted the same are still two
+class Record:
+    """What was issued while it was open."""
+
+    calls: list[Call] = field(default_factory=list)
+    # Whose: ranks may be threads of one process, each in a world of its own.
+    world: Any = field(default_factory=lambda: dist.group.WORLD, repr=False)
+
+    def counts(self) -> dict[str, int]:
+        return dict(Counter(call.name for call in self.calls))
+
+    def sent(self, name: str | None = None) -> float:
+        return sum(call.sent for call in self.calls if name in (None, call.name))
+
+
+# Open records; empty almost always, so that a collective pays one truth test for it.
+open_records: list[Record] = []
+
+
+def note(name: str, axis: str, nbytes: int, ranks: int) -> None:
+    for record in [record for record in open_records if record.world is dist.group.WORLD]:
+        record.calls.append(Call(name, axis, nbytes, ranks))
+
+
+@contextmanager
+def record() -> Iterator[Record]:
+    """Count every collective of the engine on this rank: `with sw.record() as log: step()`."""
+    log = Record()
+    open_records.append(log)
+    try:
+        yield log
+    finally:
+        open_records.remove(log)

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from shardwise.engine import guard, marks, torch_private
-from shardwise.engine.agreement import Agreement
+from shardwise.engine import (
+    checks,
+    marks,
+    torch_private,
+)
+from shardwise.engine.checks import (
+    Agreement,
+)
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Hold, Node
 from shardwise.engine.mesh import Mesh
@@ -21,6 +28,9 @@ from shardwise.engine.unit import Unit
 from shardwise.planning.plan import Plan
 from shardwise.schedule.moments import Schedule
 from shardwise.schedule.policy import Policy
+
+ENGINE_KEY = "_shardwise"  # on a sharded module: its engine, or what gives it
+Item = TypeVar("Item")
 
 
 class Engine:
@@ -39,7 +49,7 @@ class Engine:
         self.schedule: Schedule[Unit] = Schedule(units, policy, executor)
         self.plan: Plan | None = None  # where the units come from a Plan
         self.agreement = Agreement(policy, mesh)
-        self.structure = guard.Structure(model)
+        self.structure = checks.Structure(model)
         # The node whose forward is the outermost now; None between forwards.
         self.forward_root: Node | None = None
         self.hold: Hold | None = None  # of the forward that runs
@@ -48,7 +58,7 @@ class Engine:
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
-        guard.mark(self)
+        checks.mark(self)
         if not any(unit.parameters.master.is_meta for unit in units):
             self._prepare()
 
@@ -60,11 +70,11 @@ class Engine:
 
     def _prepare(self) -> None:
         """Make ready the units that are new, or whose parameters became others."""
-        guard.check_memory(self.units)
+        checks.check_memory(self.units)
         for unit in self.units:
             if not unit.prepared:
                 unit.prepare(self.executor)
-        guard.mark(self)
+        checks.mark(self)
         self._follow_gradients()
 
     def share(self, executor: TensorExecutor) -> None:
@@ -243,7 +253,7 @@ class Engine:
             for unit in complete:
                 assert unit.gradients is not None
                 unit.gradients.attach(unit.options.zeroes_unused)
-                unit.attached_version = unit.parameters.version
+                unit.attached_version = unit.version
         except BaseException:  # of a hook on a parameter
             self._drop_gradients()
             raise
@@ -313,3 +323,58 @@ class Engine:
             if not shown.__dict__.get("_shardwise_counted"):
                 shown.__dict__["_shardwise_counted"] = True
                 shown.register_post_accumulate_grad_hook(arrived)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return ENGINE_KEY in model.__dict__
+
+
+def engine_of(model: nn.Module) -> Engine:
+    found = model.__dict__.get(ENGINE_KEY)
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded; call sw.shard(model, plan) or "
+            "fully_shard(model) first"
+        )
+    engine = found if isinstance(found, Engine) else found()
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
+    """Yield each micro-batch of a step; run one forward and one backward for each.
+
+    First the ranks compare how many they run: ranks of one shard group must agree, replicas may
+    differ (also zero) unless sync is 'each'. A rank without micro-batches joins the others with
+    zeros. Leaving the loop early drops the step's gradients, and clipping or stepping with them is
+    an error; after an exception in a forward or backward they are dropped without one.
+    """
+    engine = engine_of(model)
+    engine.forget_interrupted()
+    items = list(batches)
+    total = len(items)
+    engine.agreement.check_counts(total, engine.schedule.forward_order.names)
+    engine.agreement.check_values(engine.units)
+    if total == 0:
+        engine.run_nothing()
+        return
+    ran = 0
+    try:
+        for i, item in enumerate(items):
+            engine.schedule.micro = (i, total)
+            before = engine.backwards
+            yield item
+            if engine.backwards == before:
+                raise RuntimeError(
+                    f"micro-batch {i + 1} of {total} ran no backward; every micro-batch needs one "
+                    "(a loss of zero is fine), or its peers wait for this rank's gradients"
+                )
+            ran += 1
+    finally:
+        engine.schedule.micro = None
+        if ran < total:
+            engine.interrupt(
+                f"{ran} of {total} micro-batches ran; gradients are not reduced, and were dropped. "
+                "The loop over sw.microbatches was left early (break, return or an exception); run "
+                "every micro-batch, or begin the step again"
+            )

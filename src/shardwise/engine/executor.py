@@ -1,22 +1,130 @@
-"""The schedule's verbs on tensors: gathers, frees and reduces, on lanes beside compute."""
+"""The schedule's verbs on tensors, and the lanes beside compute that they run on: CUDA streams, or
+on a CPU nothing but the same words.
+
+The order of memory is always that of the compute stream: a lane first waits for the moment at which
+compute had allocated what the lane will touch, and compute waits for the lane before it reads or
+frees it. What a lane allocates for itself lives and dies in the lane's own order.
+"""
 
 from __future__ import annotations
 
+import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardwise.engine import marks
-from shardwise.engine.collectives import DONE, Handle, allocate
+from shardwise.engine import marks, torch_private
+from shardwise.engine.collectives import DONE, Buffer, Handle, allocate, nothing_to_unpack
 from shardwise.engine.extended import ExtendedParameters
-from shardwise.engine.lanes import Lane
-from shardwise.engine.route import nothing_to_unpack
 from shardwise.schedule.executor import Held, Reduction
 
 if TYPE_CHECKING:
-    from shardwise.engine.storage import Buffer
     from shardwise.engine.unit import Unit
+
+
+_NOTHING = nullcontext()
+
+
+class Lane:
+    """One queue of communication work beside the compute stream of `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # A lane is ordered when work can be queued behind an operation that has not ended: streams
+        # can, a host cannot.
+        self.ordered = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.ordered else None
+        self._inside = _Inside(self) if self.ordered else _NOTHING
+        self._behind = _Inside(self, behind_compute=True) if self.ordered else _NOTHING
+        self.waited = 0.0  # host seconds blocked in `join`; on a CPU that is exposed communication
+
+    def behind_compute(self) -> AbstractContextManager[Any]:
+        """Queue what follows on this lane, after everything compute has queued so far."""
+        return self._behind
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """Queue what follows on this lane, after what the lane already has."""
+        return self._inside
+
+    def aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        """Queue what follows on another stream, in this lane's order, if one is given. A host's
+        stream orders nothing, but is the current one inside.
+        """
+        if stream is None:
+            return _NOTHING
+        if self.stream is None:
+            return torch.cpu.stream(cast(Any, stream))
+        return _Aside(self.stream, stream)
+
+    def block_host(self) -> None:
+        """The host waits for all that the lane has."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def follow(self, other: Lane) -> None:
+        """Queue what follows on this lane after what `other` has."""
+        if self.stream is not None and other.stream is not None:
+            self.stream.wait_stream(other.stream)
+
+    def make_event(self) -> torch.cuda.Event | None:
+        """An event to mark moments with again and again; making one is dearer than recording it."""
+        return torch.cuda.Event() if self.ordered else None
+
+    def mark(self, event: torch.cuda.Event | None = None) -> Handle:
+        """This moment of the lane, for compute to wait for."""
+        if self.stream is None:
+            return DONE
+        return self.stream.record_event(event)
+
+    def join(self, handle: Handle) -> None:
+        """Make what runs now (the current stream, or the host) wait for `handle`."""
+        if handle is DONE:
+            return
+        if isinstance(handle, torch.cuda.Event):
+            torch_private.current_stream(self.device).wait_event(handle)
+            return
+        began = time.perf_counter()
+        handle.wait()
+        self.waited += time.perf_counter() - began
+
+
+class _Aside:
+    """A stream that runs between two moments of a lane."""
+
+    def __init__(self, lane: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+        self._lane, self._stream = lane, stream
+        self._current = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._stream.wait_stream(self._lane)
+        self._current.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._current.__exit__(*exc)
+        self._lane.wait_stream(self._stream)
+
+
+class _Inside:
+    """The lane's stream as the current one. Made once: torch.cuda.stream builds three objects."""
+
+    def __init__(self, lane: Lane, behind_compute: bool = False) -> None:
+        assert lane.stream is not None
+        self._stream, self._device = lane.stream, lane.device
+        self._moment = torch.cuda.Event() if behind_compute else None
+        self._outer: list[torch.cuda.Stream] = []
+
+    def __enter__(self) -> None:
+        outer = torch_private.current_stream(self._device)
+        if self._moment is not None:
+            self._moment.record(outer)
+            self._stream.wait_event(self._moment)
+        self._outer.append(outer)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._outer.pop())
 
 
 @dataclass(eq=False)
@@ -58,11 +166,11 @@ class TensorExecutor:
 
     def gather(self, unit: Unit) -> None:
         p, lane, way = unit.parameters, self.gathers, unit.way
-        unit.gathered_version = p.version
+        unit.gathered_version = unit.version
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.
         if self.ordered or not way.stages:
             p.buffer.allocate()
-        with marks.range("gather", unit.name), lane.behind_compute():
+        with _range("gather", unit.name), lane.behind_compute():
             handle, unpack = way.start()
             if self.ordered:
                 handle.wait()
@@ -73,7 +181,7 @@ class TensorExecutor:
     def wait(self, unit: Unit) -> None:
         p, (handle, unpack) = unit.parameters, unit.arriving
         self.gathers.join(handle)
-        with marks.range("copy-out", unit.name):
+        with _range("copy-out", unit.name):
             p.buffer.allocate()
             unpack()
         unit.arriving = DONE, nothing_to_unpack
@@ -111,7 +219,7 @@ class TensorExecutor:
         found, buffer = gradients.take(), None
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
-        with marks.range("pack", unit.name), lane.behind_compute():
+        with _range("pack", unit.name), lane.behind_compute():
             if passes and custom is None and gradients.slot is not None:
                 slot, buffer = gradients.slot.pack(found), gradients.slot.buffer
             else:
@@ -145,7 +253,7 @@ class TensorExecutor:
         if unit.shard_ranks == 1:
             return
         custom, group = options.custom_scatter, unit.mesh.scatter
-        with marks.range("reduce", unit.name), lane.enter():
+        with _range("reduce", unit.name), lane.enter():
             rows = gradients.sums
             if not into_sums or rows is None:
                 numel, dtype = gradients.shard_numel, gradients.reduce_dtype
@@ -158,7 +266,7 @@ class TensorExecutor:
         unit, lane = reduction.unit, self.replicas
         self._crossed = True
         lane.follow(self.scatters)
-        with marks.range("reduce", unit.name), lane.behind_compute():
+        with _range("reduce", unit.name), lane.behind_compute():
             handle = unit.mesh.replicate.all_reduce(_tensor(reduction.held))
         self._issued(reduction, lane, handle)
 
@@ -192,7 +300,7 @@ class TensorExecutor:
                 rows.div_(options.divide_after)
         if reduction.held.in_sums:
             return
-        with marks.range("add", unit.name), lane.behind_compute():
+        with _range("add", unit.name), lane.behind_compute():
             if gradients.offload is not None:
                 self._offloads = True
                 summed = summed.to(sums.device) if not overwrites else summed
@@ -232,3 +340,8 @@ def _tensor(held: Held) -> torch.Tensor:
     content = held.content
     assert isinstance(content, torch.Tensor)
     return content
+
+
+def _range(name: str, unit: str) -> AbstractContextManager[Any]:
+    """What the host does inside is `name` for `unit`, if a profile listens."""
+    return _NOTHING if marks.on is None else marks.on.range(name, unit)

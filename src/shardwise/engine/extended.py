@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import DONE, Group, Handle
+from shardwise.engine.collectives import DONE, Group, Handle, Unpack
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.route import Unpack
 from shardwise.engine.storage import Member, Parameters
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -131,9 +130,6 @@ class ExtendedParameters(Parameters):
             return None
         placeholder, self._placeholder = self._placeholder, None
         return placeholder
-
-    def make_route(self, mode: str, custom: Any) -> ExtendedRoute:
-        return ExtendedRoute(self)
 
 
 class ExtendedRoute:

@@ -14,7 +14,12 @@ from typing import cast
 import torch
 
 from shardwise.engine import marks, torch_private
-from shardwise.engine.storage import Buffer, Parameters
+from shardwise.engine.collectives import (
+    Buffer,
+)
+from shardwise.engine.storage import (
+    Parameters,
+)
 from shardwise.planning.rows import Layout, Rows, lay_out
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy
 import torch
 from torch import nn
 
-from shardwise.engine import marks, torch_private, values
-from shardwise.engine.misuse import explain
+from shardwise.engine import marks, torch_private
+from shardwise.engine.checks import (
+    explain,
+)
 from shardwise.engine.unit import Unit
 from shardwise.schedule.unit import State
 
@@ -80,9 +84,9 @@ class Node:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before forward: bring the units together; cast and watch the inputs."""
         if self._bring_units() and self.input_device is not None:
-            args, kwargs = values.move((args, kwargs), self.input_device)
+            args, kwargs = move_to((args, kwargs), self.input_device)
         if self.input_dtype is not None:
-            args, kwargs = values.cast((args, kwargs), self.input_dtype)
+            args, kwargs = cast_to((args, kwargs), self.input_dtype)
         if self.tracks_inputs and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
         if marks.on is not None:
@@ -120,7 +124,7 @@ class Node:
             return
         assert self.engine is not None
         progress = self.engine.schedule.current.of
-        for tensor in values.tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad:
                 if tensor.grad_fn is None:
                     # A leaf may come again in every step and would gather hooks: free at the end.
@@ -158,11 +162,9 @@ class Node:
         if marks.on is not None:
             marks.on.leave()
         if self.output_dtype is not None:
-            output = values.cast(output, self.output_dtype)
+            output = cast_to(output, self.output_dtype)
         watched = (
-            [t for t in values.tensors(output) if t.requires_grad]
-            if torch.is_grad_enabled()
-            else []
+            [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
         )
         for tensor in watched:
             base = tensor._base
@@ -179,8 +181,8 @@ class Node:
             tensor.register_hook(watch)
             tensor._shardwise_watch = watch  # type: ignore[attr-defined]
         if torch_private.inside_transform() and torch.is_grad_enabled():
-            output = values.transform(output, self._announce)
-            watched = [t for t in values.tensors(output) if t.is_floating_point()]
+            output = transform(output, self._announce)
+            watched = [t for t in tensors_in(output) if t.is_floating_point()]
         self._let_units_go(output, bool(watched))
         return output
 
@@ -218,7 +220,7 @@ class Node:
             torch.is_grad_enabled() and self.module.training and self.engine.schedule.reduce_order
         ):
             return
-        opaque = next(values.opaque(output), None)
+        opaque = next(opaque_in(output), None)
         if opaque is not None:
             raise RuntimeError(
                 f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
@@ -316,3 +318,73 @@ class Watch:
             node.before_backward()
         if self.hold is not None:  # what the running backward needs is kept by its end's callback
             self.hold.engine = None
+
+
+_PLAIN = (
+    torch.Tensor, str, bytes, int, float, complex, type(None), numpy.ndarray, numpy.generic
+)  # fmt: skip
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in `value` that is no tuple, list, set, mapping or dataclass."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name))
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def opaque_in(value: Any) -> Iterator[Any]:
+    """Everything in `value` that could hide a tensor from `tensors_in`."""
+    return (leaf for leaf in leaves(value) if not isinstance(leaf, _PLAIN))
+
+
+def move_to(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor on `device`; the same object if all are."""
+    return transform(value, lambda t: t if t.device == device else t.to(device))
+
+
+def cast_to(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in `dtype`; the same object if none changes."""
+    return transform(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def transform(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor replaced by `change(tensor)`; containers are copied only where
+    something changed.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [transform(item, change) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        pairs = {key: transform(item, change) for key, item in value.items()}
+        if all(pairs[key] is value[key] for key in pairs):
+            return value
+        return type(value)(**pairs) if dataclasses.is_dataclass(value) else type(value)(pairs)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: transform(getattr(value, field.name), change)
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        if all(fields[name] is getattr(value, name) for name in fields):
+            return value
+        return dataclasses.replace(value, **fields)
+    return value

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.engine import guard, torch_private
+from shardwise.engine import (
+    checks,
+    torch_private,
+)
 from shardwise.engine.stretches import Group, State
 
 if TYPE_CHECKING:
@@ -44,12 +47,12 @@ class LocalStep:
         """The engines of the optimizer's parameters; looked for again where there are more
         parameter groups or engines now.
         """
-        found_from = len(optimizer.param_groups), guard.marked
+        found_from = len(optimizer.param_groups), checks.marked
         if self._found_from != found_from:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for parameter in parameters:
                 _check_unmoved(parameter, optimizer)
-            engines = {id(e): e for e in map(guard.engine_of, parameters) if e is not None}
+            engines = {id(e): e for e in map(checks.engine_of, parameters) if e is not None}
             self._engines = [weakref.ref(engine) for engine in engines.values()]
             self._found_from = found_from
         return [engine for reference in self._engines if (engine := reference()) is not None]
@@ -221,7 +224,7 @@ def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if guard.engine_of(parameter) is None:
+            if checks.engine_of(parameter) is None:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
                     "build the optimizer from model.parameters() after sw.shard(model, plan)"

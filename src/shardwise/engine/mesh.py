@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import processor
-from shardwise.engine import gloo_threads
-from shardwise.engine.collectives import Group
-from shardwise.engine.control import PerWorld, control_of
+from shardwise.engine.collectives import (
+    Group,
+    PerWorld,
+    control_of,
+)
 from shardwise.engine.torch_private import supported_devices, warn_if_untested
 from shardwise.planning.plan import Plan
 
@@ -66,7 +72,7 @@ def unsharded(mesh: Mesh) -> Mesh:
 def prepare(device: torch.device) -> None:
     """What a process needs before its first sharded model: said or done once."""
     warn_if_untested()
-    gloo_threads.rest_at_exit()
+    rest_at_exit()
     if device.type == "cpu":
         processor.settle()
 
@@ -171,3 +177,39 @@ def _check(plan: Plan, device: torch.device) -> None:
             f"{backend!r} moves "
             f"{sorted(usable)} tensors only; {advice}"
         )
+
+
+_TASKS = Path("/proc/self/task")
+_NAME = "pt_gloo"  # how torch names those threads
+_NAP_S = 1e-3
+_PATIENCE_S = 2.0
+
+
+@functools.cache  # once
+def rest_at_exit() -> None:
+    """Let the end of this program wait until gloo's threads have nothing left to do."""
+    atexit.register(_wait_until_idle)
+
+
+def _wait_until_idle() -> None:
+    """Sleep, which leaves the lock to whoever waits for it, until all of them sleep too.
+
+    One that waits for another rank sleeps as well, so this never waits for a rank that has gone.
+    """
+    until, idle = time.monotonic() + _PATIENCE_S, 0
+    while idle < 3 and time.monotonic() < until:
+        time.sleep(_NAP_S)
+        idle = 0 if any(_is_busy(task) for task in _threads()) else idle + 1
+
+
+def _threads() -> list[Path]:
+    return list(_TASKS.iterdir()) if _TASKS.is_dir() else []
+
+
+def _is_busy(task: Path) -> bool:
+    """Whether a thread of gloo runs, or could run if it got a processor."""
+    try:
+        name, _, rest = (task / "stat").read_text().partition(") ")
+    except OSError:  # it has ended
+        return False
+    return f"({_NAME}" in name and not rest.startswith("S")

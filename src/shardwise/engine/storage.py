@@ -53,24 +53,20 @@ take the write for a change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine import marks, torch_private
-from shardwise.engine.bits import checksums
+from shardwise.engine import torch_private
+from shardwise.engine.collectives import Buffer
 from shardwise.engine.forms import Form, Nested
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.route import Route, Way
 from shardwise.planning.rows import Layout, Rows, lay_out
 
-_VERSION = attrgetter("_version")
 _HOME = "_shardwise_parameters"  # on a visible parameter: who keeps its master
 
 
@@ -82,10 +78,10 @@ class Address:
     """What a plain parameter stands on: given other memory, it has another address."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self._known = parameter.data_ptr(), parameter.dtype, parameter.device
+        self.known = parameter.data_ptr(), parameter.dtype, parameter.device
 
     def is_of(self, parameter: torch.Tensor) -> bool:
-        return (parameter.data_ptr(), parameter.dtype, parameter.device) == self._known
+        return (parameter.data_ptr(), parameter.dtype, parameter.device) == self.known
 
 
 @dataclass(frozen=True)
@@ -93,43 +89,6 @@ class Offload:
     """Masters and gradients live on the host, in pinned memory or not."""
 
     pin_memory: bool = True
-
-
-class Buffer:
-    """A flat tensor whose memory comes and goes while its views stay."""
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool = False
-    ) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
-        self._fixed = pin_memory  # pinning is dear, and a resize would lose it
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        self.allocated = True
-
-    def allocate(self) -> None:
-        if not self.allocated:
-            self._storage.resize_(self._nbytes)
-            self.allocated = True
-            if marks.on is not None:
-                marks.on.buffer(self, self._storage.data_ptr(), self._nbytes)
-
-    def release(self) -> None:
-        # numpy has a view: torch resizes that storage no more.
-        if self.allocated and not self._fixed and self._storage.resizable():
-            if marks.on is not None:
-                marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
-            self._storage.resize_(0)
-            self.allocated = False
-
-    @contextmanager
-    def present(self) -> Iterator[None]:
-        """Memory is there inside; views can only be made while it is."""
-        was = self.allocated
-        self.allocate()
-        yield
-        if not was:
-            self.release()
 
 
 @dataclass
@@ -203,19 +162,13 @@ class Parameters:
         # and their gradient is added to its own.
         self.echoes: set[int] = set()
         self._remember()
-        self._version_at_birth = self.version
-
-    @property
-    def version(self) -> int:
-        """Grows with every write to the masters: through the flat buffer, its views (the local
-        tensors) or the parameters (a DTensor counts for itself).
-        """
-        return self.master._version + sum(map(_VERSION, self.visible))
+        self._writes_at_birth = torch_private.count_writes(self.master, self.visible)
 
     @property
     def checksums(self) -> dict[str, int] | None:
         """Of each whole parameter as this rank had it; None once the values were changed."""
-        if self._sums is None or self.version != self._version_at_birth:
+        writes = torch_private.count_writes(self.master, self.visible)
+        if self._sums is None or writes != self._writes_at_birth:
             return None
         return dict(zip([m.name for m in self.members], self._sums.tolist(), strict=True))
 
@@ -306,19 +259,6 @@ class Parameters:
             tensor.data.copy_(shown.data)
             shown.data = tensor
 
-    def make_route(self, mode: str, custom: Any) -> Way:
-        """How a gather fills `full`."""
-        with self.buffer.present():
-            return Route(self.mesh.shard, self.layout, self.master, self.full_bytes, mode, custom)
-
-    @property
-    def unmoved(self) -> bool:
-        """What hangs in the modules is what was put there, on the same memory."""
-        for places, key, visible, standing in self._known:
-            if places.get(key) is not visible or not standing.is_of(visible):
-                return False
-        return True
-
     def follow(self) -> None:
         """Take over parameters that were moved, cast, given memory, replaced or tied in their
         modules.
@@ -380,7 +320,7 @@ class Parameters:
             if i not in self.echoes:
                 visible.__dict__[_HOME] = home
         standing = Address if self.plain else torch_private.Standing
-        self._known: list[tuple[dict[str, Any], str, nn.Parameter, Any]] = [
+        self.known: list[tuple[dict[str, Any], str, nn.Parameter, Any]] = [
             (module._parameters, key, visible, standing(visible))
             for member, visible in zip(self.members, self.visible, strict=True)
             for module, key in member.places
@@ -390,7 +330,7 @@ class Parameters:
         """Error if `p.data = ` was used on a DTensor: its values are in its local tensor, which
         that leaves as it was, so that what was assigned is lost.
         """
-        for places, key, visible, standing in self._known:
+        for places, key, visible, standing in self.known:
             if places.get(key) is visible and not self.plain and standing.lost_data(visible):
                 name = next(m.name for m in self.members if m.registered is visible)
                 raise RuntimeError(
@@ -431,3 +371,28 @@ def local_rows(shard: torch.Tensor, layout: Layout, i: int, rank: int) -> torch.
     """The rows of the i-th parameter that `rank` keeps, in a shard-sized buffer."""
     start, shape = layout.offsets[i], layout.rows[i].local_shape(rank)
     return shard[start : start + torch.Size(shape).numel()].view(shape)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTH = 1024  # of the table that a fingerprint takes a flat tensor for
+
+
+@torch.no_grad()
+def checksums(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One number for each tensor; None where one has no memory yet, or a class of its own."""
+    if any(v.is_meta or v.itemsize not in _BITS or type(v) is not torch.Tensor for v in values):
+        return None
+    sums = [value.contiguous().view(-1).view(_BITS[value.itemsize]).sum() for value in values]
+    return torch.stack([each.to(torch.int64) for each in sums])
+
+
+@torch.no_grad()
+def fingerprint(flat: torch.Tensor) -> torch.Tensor:
+    """What the rows and the columns of a flat tensor, laid out as a table, add up to: other values,
+    or the same in another order, give another one.
+    """
+    bits = flat.view(_BITS.get(flat.itemsize, torch.uint8))
+    cut = len(bits) // _WIDTH * _WIDTH
+    table = bits[:cut].view(-1, _WIDTH)
+    sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    return torch.cat([*sums, bits[cut:].to(torch.int64)])

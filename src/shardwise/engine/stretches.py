@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.checks import (
+    engine_of,
+)
 from shardwise.engine.forms import Form
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.guard import engine_of
 from shardwise.engine.numbers import Numbers, is_number
 from shardwise.engine.torch_private import local_of
 from shardwise.engine.unit import Unit

@@ -12,6 +12,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -270,6 +271,16 @@ def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
     tensor.requires_grad_(requires_grad)
     tensor._is_param = True
     return cast(nn.Parameter, tensor)
+
+
+_WRITES = attrgetter("_version")
+
+
+def count_writes(master: torch.Tensor, visible: Sequence[torch.Tensor]) -> int:
+    """Grows with every write to the masters of a unit: through the flat buffer, its views (the
+    local tensors) or the parameters (a DTensor counts for itself).
+    """
+    return master._version + sum(map(_WRITES, visible))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,63 +1,209 @@
-"""The unit: parameters that are gathered and reduced together, on this rank."""
+"""The unit: parameters that are gathered and reduced together, and the ways by which a gather
+brings them together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
-from shardwise.engine.bits import fingerprint
-from shardwise.engine.collectives import DONE, Handle
+from shardwise.engine import torch_private
+from shardwise.engine.collectives import (
+    DONE,
+    All,
+    Buffer,
+    Group,
+    Handle,
+    Unpack,
+    allocate,
+    nothing_to_unpack,
+)
 from shardwise.engine.executor import TensorExecutor
-from shardwise.engine.extended import ExtendedParameters, is_extended
+from shardwise.engine.extended import ExtendedParameters, ExtendedRoute, is_extended
+from shardwise.engine.forms import Form
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.kept import Kept
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.route import Route, Unpack, Way, nothing_to_unpack
-from shardwise.engine.storage import Member, Offload, Parameters
-from shardwise.schedule.policy import UnitPolicy
+from shardwise.engine.storage import (
+    Member,
+    Parameters,
+    fingerprint,
+)
+from shardwise.planning.rows import Layout, Rows
+from shardwise.planning.strategies import choose_gather
 from shardwise.schedule.unit import ScheduledUnit, State
 
-
-@dataclass
-class Options(UnitPolicy):
-    """What one unit does; from the Plan, or from one call of `fully_shard`, whose setters may
-    change it between passes.
-    """
-
-    compute_dtype: torch.dtype | None = None  # None: the parameters' own
-    reduce_dtype: torch.dtype | None = None  # None: the parameters' own
-    gather: str = "auto"
-    precision: Any = None  # handed to parameters that bring their own all-gather
-    plain: bool = False  # users see plain tensors (ddp)
-    offload: Offload | None = None
-    zeroes_unused: bool = False  # parameters that no rank used get zeros, not None
-    divide_before: float = 1.0  # gradients, before and after they are summed
-    divide_after: float = 1.0
-    custom_gather: Any = None  # objects with `allocate` and a call, as torch's AllGather
-    custom_scatter: Any = None
-    after_reduce: Callable[[torch.Tensor], None] | None = None
-    after_reduce_stream: torch.cuda.Stream | None = None
-
-    def dtypes(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and reduce dtype of parameters whose own dtype is `own`. Integers stay."""
-        if not own.is_floating_point:
-            return own, own
-        return self.compute_dtype or own, self.reduce_dtype or own
+if TYPE_CHECKING:
+    from shardwise.engine.attach import Options
 
 
-def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
-    """Divide gradients by `factor` in all. A dtype of small range takes about the square root of it
-    before the sum and the rest after, so that neither end of the range is left.
-    """
-    before = 1.0
-    if reduce_dtype not in (torch.float32, torch.bfloat16):
-        while factor % before == 0 and factor / before > before:
-            before *= 2
-    options.divide_before, options.divide_after = before, factor / before
+class Way(Protocol):
+    """Anything that gathers."""
+
+    stages: bool  # what arrives has to be copied out: `full` is not written before `unpack`
+
+    @property
+    def is_current(self) -> bool:
+        """This rank's piece of `full` is what the source holds now."""
+
+    def take_back(self) -> None:
+        """Copy this rank's piece of `full` to the source, where it is another."""
+
+    def start(self) -> tuple[Handle, Unpack]:
+        """Issue the gather; `unpack` is to run when it has ended."""
+
+
+class Route:
+    """From `source`, this rank's piece of every parameter, to `full` by gathers over `group`."""
+
+    def __init__(
+        self,
+        group: Group,
+        layout: Layout,
+        source: torch.Tensor,
+        full: torch.Tensor,
+        mode: str,
+        custom: Any = None,
+        whole: bool = False,
+    ) -> None:
+        """Make every view once: `parts[i]` is the i-th parameter in `full` as (ranks, piece).
+
+        `custom` moves the data instead of the group's own all-gather. `whole`: pieces are stretches
+        of `full`, whatever dims the parameters are cut along.
+        """
+        self.group, self.source, self.full, self.custom = group, source, full, custom
+        # 1, or the n/k shards that make one piece of a smaller group.
+        factor = layout.ranks // group.size
+        moved = [i for i, rows in enumerate(layout.rows) if rows.part > 0]
+        self.sizes = [layout.rows[i].part * factor for i in moved]
+        starts = [layout.offsets[i] * layout.ranks for i in moved]
+        self.flats = [
+            full[start : start + size * group.size]
+            for start, size in zip(starts, self.sizes, strict=True)
+        ]
+        self.parts = [flat.view(group.size, -1) for flat in self.flats]
+        self.pieces = list(source.split(self.sizes))
+        self.own = [part[group.rank] for part in self.parts]
+        cut_inside = [not whole and layout.rows[i].dim > 0 for i in moved]
+        self.scattered = any(cut_inside) and group.size > 1
+        if self.scattered:
+            self.parts = [
+                _slices(flat, layout.rows[i]) if inside else part
+                for i, flat, part, inside in zip(
+                    moved, self.flats, self.parts, cut_inside, strict=True
+                )
+            ]
+        self.copies = source.dtype != full.dtype or source.device != full.device
+        self.mode = self._choose(mode)
+        self.stages = self.mode == "packed" and group.size > 1
+
+    def _choose(self, asked: str) -> str:
+        if self.scattered or self.custom is not None:
+            return "packed"
+        device = self.full.device
+        mode = choose_gather(asked, len(self.parts), self.full.nbytes, device.type != "cpu")
+        return "packed" if mode == "grouped" and not self.group.gathers_grouped(device) else mode
+
+    @property
+    def is_current(self) -> bool:
+        """For dims other than 0 nobody looks."""
+        pairs = zip(self.own, self.pieces, strict=True)
+        return not self.scattered and all(torch.equal(own, piece.to(own)) for own, piece in pairs)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Copy this rank's piece of `full` to the source; what a cast alone has changed stays."""
+        for part, piece in zip(self.parts, self.pieces, strict=True):
+            own = part[self.group.rank].reshape(-1)
+            piece.copy_(torch.where(own == piece.to(own), piece, own.to(piece)))
+
+    def start(self) -> tuple[Handle, Unpack]:
+        """Issue the gather; `unpack` is to run when it has ended."""
+        if self.group.size == 1:
+            self.full.copy_(self.source)
+            return DONE, nothing_to_unpack
+        if self.mode == "packed":
+            return self._start_packed()
+        inputs = self.pieces
+        if self.copies:
+            inputs = self.own
+            if len(inputs) == 1:
+                inputs[0].copy_(self.pieces[0], non_blocking=True)
+            else:
+                torch._foreach_copy_(inputs, self.pieces, non_blocking=True)
+        if self.mode == "grouped":
+            return self.group.all_gather_grouped(self.flats, inputs), nothing_to_unpack
+        handles = [
+            self.group.all_gather(flat, piece)
+            for flat, piece in zip(self.flats, inputs, strict=True)
+        ]
+        return (handles[0] if len(handles) == 1 else All(handles)), nothing_to_unpack
+
+    def _start_packed(self) -> tuple[Handle, Unpack]:
+        ranks, numel = self.group.size, self.source.numel()
+        flat = allocate(self.custom, ranks * numel, self.full.dtype, self.full.device)
+        staging = flat.view(ranks, numel)
+        own = self.source
+        if self.copies or self.custom is not None:
+            own = staging[self.group.rank]
+            own.copy_(self.source, non_blocking=True)
+
+        def unpack() -> None:
+            if self.scattered:
+                split = staging.split(self.sizes, dim=1)
+                torch._foreach_copy_(
+                    self.parts, [s.reshape(p.shape) for s, p in zip(split, self.parts, strict=True)]
+                )
+            else:
+                torch.split_with_sizes_copy(staging, self.sizes, dim=1, out=self.parts)
+
+        return self.group.all_gather(flat, own, self.custom), unpack
+
+
+def _slices(flat: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A whole parameter as (ranks, *slice), for one that is cut along another dim than 0."""
+    return flat.view(rows.shape).unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0)
+
+
+class Kept(Buffer):
+    """The piece, and the `route` from the group's pieces back to the full parameters."""
+
+    def __init__(
+        self, parameters: Parameters, group: Group, mesh: DeviceMesh | None, mode: str
+    ) -> None:
+        """Needs full parameters with memory. With `mesh` users see the pieces meanwhile."""
+        layout, full = parameters.layout, parameters.full_bytes
+        super().__init__(layout.full_numel // group.size, full.dtype, full.device)
+        self.route = Route(group, layout, self.flat, full, mode, whole=True)
+        # What hangs in the modules meanwhile: the module's own dict, the key in it, the parameter.
+        self.places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        if mesh is not None:
+            self._make_visible(parameters, mesh)
+        self.release()
+
+    def _make_visible(self, parameters: Parameters, mesh: DeviceMesh) -> None:
+        """DTensors on the smaller groups' mesh, for parameters whose pieces are the rows such a
+        DTensor has.
+        """
+        moved = [i for i, rows in enumerate(parameters.layout.rows) if rows.part > 0]
+        for i, piece in zip(moved, self.route.pieces, strict=True):
+            rows, member = parameters.layout.rows[i], parameters.members[i]
+            if not rows.even or rows.dim or member.nested is not None:
+                continue
+            form = Form(mesh, (Replicate(), Shard(0)), torch.Size(rows.shape))
+            with torch.no_grad():
+                tensor = form.wrap(piece.view(-1, *rows.shape[1:]))
+            kept = nn.Parameter(tensor, requires_grad=parameters.visible[i].requires_grad)
+            self.places += [(module._parameters, key, kept) for module, key in member.places]
+
+    def fill(self) -> None:
+        """Take this rank's piece from the full parameters."""
+        self.allocate()
+        torch._foreach_copy_(self.route.pieces, self.route.own)
 
 
 class Unit(ScheduledUnit):
@@ -120,7 +266,7 @@ class Unit(ScheduledUnit):
         self._home: Way | None = None
         self.kept_buffer: Kept | None = None
         if not p.aliased:
-            self._home = p.make_route(options.gather, options.custom_gather)
+            self._home = self._make_way()
             if self.mesh.keep is not None and isinstance(self._home, Route):
                 mesh = self.mesh.keep_mesh if options.stays_shown else None
                 self.kept_buffer = Kept(p, self.mesh.keep, mesh, options.gather)
@@ -141,12 +287,26 @@ class Unit(ScheduledUnit):
         self.prepared = True
         self.follow_requires_grad()
 
+    def _make_way(self) -> Way:
+        """How a gather fills the full parameters."""
+        p, options = self.parameters, self.options
+        if isinstance(p, ExtendedParameters):
+            return ExtendedRoute(p)
+        with p.buffer.present():
+            return Route(
+                self.mesh.shard,
+                p.layout,
+                p.master,
+                p.full_bytes,
+                options.gather,
+                options.custom_gather,
+            )
+
     def reroute(self) -> None:
         """Gather by the options as they are now."""
         if self.prepared and self._home is not None:
             self.free()
-            options = self.options
-            self._home = self.parameters.make_route(options.gather, options.custom_gather)
+            self._home = self._make_way()
 
     def follow(self) -> bool:
         """Take over parameters that were cast, moved or replaced since; true if they were, and the
@@ -154,7 +314,7 @@ class Unit(ScheduledUnit):
         """
         shown = self.is_shown and self.state is not State.FREE  # else a kept piece is
         self.hide()
-        if self.parameters.unmoved:
+        if self._unmoved:
             if shown:
                 self.show()
             return False
@@ -163,6 +323,19 @@ class Unit(ScheduledUnit):
         self.register()
         self.prepared = False
         return True
+
+    @property
+    def _unmoved(self) -> bool:
+        """What hangs in the modules is what was put there, on the same memory."""
+        for places, key, visible, standing in self.parameters.known:
+            if places.get(key) is not visible or not standing.is_of(visible):
+                return False
+        return True
+
+    @property
+    def version(self) -> int:
+        """Grows with every write to the masters."""
+        return torch_private.count_writes(self.parameters.master, self.parameters.visible)
 
     def follow_requires_grad(self) -> bool:
         """Take over which visible parameters are trainable now; true if that changed."""
@@ -182,7 +355,7 @@ class Unit(ScheduledUnit):
     @property
     def changed(self) -> bool:
         """The masters were written since the last gather."""
-        return self.parameters.version != self.gathered_version
+        return self.version != self.gathered_version
 
     @property
     def is_current(self) -> bool:
@@ -197,7 +370,7 @@ class Unit(ScheduledUnit):
         what it writes to them until the next pass is told so from what it writes to the shown ones.
         """
         p, gradients = self.parameters, self.gradients
-        stepped = self.attached_version != p.version
+        stepped = self.attached_version != self.version
         if gradients is not None and not stepped and not gradients.cleared:
             self.hide()
         elif self.is_shown and self._home is not None and not isinstance(p, ExtendedParameters):

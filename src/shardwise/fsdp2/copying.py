@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.copying import copy_module, repeat_unit
+from shardwise.engine.state import (
+    copy_module,
+    repeat_unit,
+)
 from shardwise.fsdp2.state import State, states_in
 
 

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import Group
-from shardwise.engine.control import PerWorld
+from shardwise.engine.collectives import (
+    Group,
+    PerWorld,
+)
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
 

@@ -13,8 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import Group
-from shardwise.engine.control import PerWorld, control_of
+from shardwise.engine.collectives import (
+    Group,
+    PerWorld,
+    control_of,
+)
 from shardwise.engine.forms import Form, Nested
 from shardwise.engine.mesh import Mesh, default_device, prepare, start_alone
 from shardwise.fsdp2.policies import DataParallelMeshDims

@@ -11,7 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from shardwise.engine.unit import Unit, divide
+from shardwise.engine.attach import (
+    divide,
+)
+from shardwise.engine.unit import (
+    Unit,
+)
 from shardwise.fsdp2 import memory
 from shardwise.fsdp2.copying import copy_sharded
 from shardwise.fsdp2.state import State, state_of, states_in

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardwise.engine.attach import (
+    Options,
+)
 from shardwise.engine.storage import Offload
-from shardwise.engine.unit import Options
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine import guard
+from shardwise.engine import (
+    checks,
+)
 from shardwise.engine.api import bind, unbind
 from shardwise.engine.attach import owners_of
 from shardwise.engine.engine import Engine
@@ -40,7 +42,7 @@ class State(contract.TorchState):
     ) -> None:
         super().__init__()
         self.modules, self.units, self.mesh, self.precision = modules, units, mesh, precision
-        self.structures = [guard.Structure(module) for module in modules]
+        self.structures = [checks.Structure(module) for module in modules]
         self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
         self.homes: list[Any] = []  # where this call's parameters went (ties.Home)
         self.executor: TensorExecutor | None = None
@@ -59,7 +61,7 @@ class State(contract.TorchState):
         for unit in self.units:
             unit.follow()
             if not unit.prepared:
-                guard.check_memory([unit])
+                checks.check_memory([unit])
                 unit.prepare(self.get_executor())
 
     def _set_extended_apart(self) -> None:
@@ -181,7 +183,7 @@ class State(contract.TorchState):
         executor = next((s.executor for s in states if s.executor is not None), None)
         policy = Policy(reduce_depth=max(state.reduce_depth for state in states))
         mesh = units[0].mesh if units else self.mesh
-        guard.check_memory(units)
+        checks.check_memory(units)
         executor = executor or TensorExecutor(self.mesh.device)
         engine = Engine(root, units, mesh, policy, executor)
         engine.schedule.last_backward = self.is_last_backward

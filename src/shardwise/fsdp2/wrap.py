@@ -14,11 +14,18 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.engine.api import check_unplanned
+from shardwise.engine.attach import (
+    divide,
+)
+from shardwise.engine.checks import (
+    explain,
+)
 from shardwise.engine.extended import is_extended
 from shardwise.engine.hooks import node_of
-from shardwise.engine.misuse import explain
 from shardwise.engine.storage import Member
-from shardwise.engine.unit import Unit, divide
+from shardwise.engine.unit import (
+    Unit,
+)
 from shardwise.fsdp2 import contract, meshes, ties
 from shardwise.fsdp2.meshes import Axes
 from shardwise.fsdp2.module import FSDPModule

@@ -19,7 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import fsdp2
 from shardwise.emulation.models import LM, OPTIMIZER, compute_loss
-from shardwise.engine.api import engine_of, shard
+from shardwise.engine.api import (
+    shard,
+)
+from shardwise.engine.engine import (
+    engine_of,
+)
 from shardwise.engine.local_step import local
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.profiling.timing import Step

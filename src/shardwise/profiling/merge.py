@@ -18,7 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.engine.control import control_of
+from shardwise.engine.collectives import (
+    control_of,
+)
 from shardwise.engine.marks import CallMark
 from shardwise.profiling.memory import StepMemory
 from shardwise.timeline import MemoryCurve, Span, Timeline

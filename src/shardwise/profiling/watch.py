@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.guard import engine_of
+from shardwise.engine.checks import (
+    engine_of,
+)
 from shardwise.engine.local_step import watch_steps
 from shardwise.profiling import DIRECTORY, SKIP, STEPS
 from shardwise.profiling.collect import Profile

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 
 from shardwise.schedule.executor import Executor
 from shardwise.schedule.policy import Policy
-from shardwise.schedule.reduces import Reduces
-from shardwise.schedule.unit import ScheduledUnit, State, StepSums
+from shardwise.schedule.unit import Reduces, ScheduledUnit, State, StepSums
 
 U = TypeVar("U", bound=ScheduledUnit)
 
@@ -204,10 +203,11 @@ class Schedule(Generic[U]):
                 now.reduced += 1
 
     def _reduce(self, unit: U) -> None:
-        if self.policy.sync is None:
-            self.reduces.reduce(unit, unit.options.scatters, unit.options.all_reduces)
-        else:
-            self.reduces.reduce(unit, *self.policy.syncs(self.last_micro))
+        sync, last = self.policy.sync, self.last_micro
+        scatter, all_reduce = last or sync != "last", last or sync == "each"
+        if sync is None:
+            scatter, all_reduce = unit.options.scatters, unit.options.all_reduces
+        self.reduces.reduce(unit, scatter, all_reduce)
 
     def has_gradients(self, unit: U) -> bool:
         """Some of the gradients that this backward owes have arrived and are not reduced."""

@@ -37,10 +37,6 @@ class Policy:
         # gradients need not stay.
         return max(self.reduce_depth, 2) if ordered else UNBOUNDED
 
-    def syncs(self, last: bool) -> tuple[bool, bool]:
-        """Whether a micro-batch scatters, and whether it all-reduces over the replicas."""
-        return last or self.sync != "last", last or self.sync == "each"
-
 
 @dataclass
 class UnitPolicy:

@@ -21,8 +21,10 @@ from shardwise.description.model import ModelDescription, Pass
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.emulation.models import OPTIMIZER, compute_loss
 from shardwise.engine.api import shard
+from shardwise.engine.engine import (
+    microbatches,
+)
 from shardwise.engine.local_step import local
-from shardwise.engine.microbatches import microbatches
 from shardwise.lab.accuracy.calibrate import Calibration, emulated_level
 from shardwise.lab.accuracy.cases import AccuracyCase, build_model
 from shardwise.lab.accuracy.kernels import Sizes

@@ -1,20 +1,32 @@
-"""What ranks agree on over small host values: how many micro-batches run, the order of units,
-unused parameters.
-
-None of it touches the device. The first step always exchanges; later steps only where the model
-needs it.
+"""What is checked around a step, and errors that say more than torch's: ranks agree, the model is
+what it was when it was sharded, parameters are read where they are whole.
 """
 
 from __future__ import annotations
 
+import linecache
+import re
 import warnings
+import weakref
 import zlib
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
 from shardwise.schedule.policy import Policy
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+    from shardwise.engine.unit import Unit
+
 
 _NOTHING = "nothing more"
 
@@ -195,3 +207,171 @@ class Agreement:
 
     def _rank(self, replica: int, shard: int) -> int:
         return replica * self.mesh.shard.size + shard
+
+
+_ATTRIBUTE = "_shardwise_engine"
+marked = 0  # how often parameters were told their engine
+
+
+def mark(engine: Engine) -> None:
+    """Let every visible parameter know its engine."""
+    global marked
+    marked += 1
+    reference = weakref.ref(engine)
+    for unit in engine.units:
+        for parameter in unit.parameters.visible:
+            parameter.__dict__[_ATTRIBUTE] = reference
+
+
+def engine_of(parameter: torch.Tensor) -> Engine | None:
+    """The engine that shards a parameter, if one does."""
+    reference: weakref.ref[Engine] | None = parameter.__dict__.get(_ATTRIBUTE)
+    return reference() if reference is not None else None
+
+
+def check_memory(units: list[Unit]) -> None:
+    """Error that lists the parameters still without memory."""
+    missing = [
+        member.name
+        for unit in units
+        if unit.parameters.master.is_meta
+        for member in unit.parameters.members
+    ]
+    if missing:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {missing}\nFor example, call "
+            "module.to_empty(device) to materialize to device and call module.reset_parameters() "
+            "on each module to initialize values, or shardwise.materialize(module), which does "
+            "both and lists what nobody initialised."
+        )
+
+
+class Structure:
+    """The modules and parameters of a model when it was sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self._record(model)
+
+    def _record(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = [module._modules for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        self._known = self._look()
+        self._count = sum(map(len, self._parameters))
+        self._owners = _owners(self._parameters)
+        self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def _look(self) -> tuple[list[int], list[nn.Module | None]]:
+        """How many children every module has, and which."""
+        children = self._children
+        return list(map(len, children)), list(chain.from_iterable(map(dict.values, children)))
+
+    def check(self, may_grow: bool = True) -> None:
+        """Error if a module with parameters, or a parameter, was replaced since, or unless it
+        `may_grow` added or taken out. (A parameter put in another's place is found when its unit is
+        shown.) What was added and nobody shards trains as torch trains it: each rank its own.
+        """
+        if self._look() == self._known and sum(map(len, self._parameters)) == self._count:
+            return
+        model = self.model()
+        assert model is not None
+        owners = _owners(module._parameters for module in model.modules())
+        # Else it is something around known modules (torch.compile, a checkpoint wrapper), or one
+        # without parameters.
+        if owners != self._owners:
+            grown = all(set(keys) <= set(owners.get(i, ())) for i, keys in self._owners.items())
+            # A module taken out, whole and for nothing else, is one that no step runs any more.
+            shrunk = all(self._owners.get(i) == keys for i, keys in owners.items())
+            if not (may_grow and (grown or shrunk)):
+                raise RuntimeError(
+                    f"{self._where()} was added, removed or replaced after sharding; it would be "
+                    "neither sharded nor trained. Change the model before it is sharded (adapters, "
+                    "too, are added before)"
+                )
+            self._warn_of_added(model)
+        self._record(model)
+
+    def _warn_of_added(self, model: nn.Module) -> None:
+        """Name trainable parameters that no engine and no DTensor keeps alike on all ranks."""
+        added = [
+            name
+            for name, parameter in model.named_parameters()
+            if name not in self._names and parameter.requires_grad
+            if not isinstance(parameter, DTensor) and engine_of(parameter) is None
+        ]
+        if added and dist.get_world_size() > 1:
+            warnings.warn(
+                f"{added[0]!r}{f' and {len(added) - 1} more' if added[1:] else ''} came into the "
+                "model after it was sharded: each rank trains its own, as under torch's "
+                "fully_shard. Call fully_shard on the modules that have them, or all-reduce their "
+                "gradients yourself",
+                stacklevel=2,
+            )
+
+    def _where(self) -> str:
+        """The first thing that is not as it was."""
+        model = self.model()
+        assert model is not None
+        known = {id(module) for module in self._known[1]}
+        for name, module in model.named_modules():
+            if name and id(module) not in known:
+                return f"the module {name!r} ({type(module).__name__})"
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return f"the parameter {min(names ^ self._names, default='?')!r}"
+
+
+def _owners(dicts: Iterable[dict[str, Any]]) -> dict[int, tuple[str, ...]]:
+    """Who has parameters of its own, and under which keys."""
+    return {id(own): tuple(own) for own in dicts if any(p is not None for p in own.values())}
+
+
+_SAYS = "got mixed torch.Tensor and DTensor"
+_PARTS = re.compile(r"\.(\w+)|\[(\w+)\]")
+_CHAIN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\w+\])+")
+
+
+def explain(error: BaseException, advice: str) -> None:
+    """Add to torch's own message, once, which parameter was read and what to do."""
+    if not isinstance(error, RuntimeError) or _SAYS not in str(error) or advice in str(error):
+        return
+    names = list(dict.fromkeys(_read(error.__traceback__)))
+    what = f"the sharded parameter {names[0]!r}" if names else "a sharded parameter"
+    error.args = (
+        f"{error}\nshardwise: {what} was read outside the forward of its unit, while only this "
+        f"rank's rows are here. {advice}",
+    )
+
+
+def _read(trace: TracebackType | None) -> Iterator[str]:
+    """Names of sharded parameters that the innermost frames mention, the innermost first."""
+    frames: list[tuple[FrameType, int]] = []
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    for frame, line in reversed(frames):
+        for read in _CHAIN.findall(linecache.getline(frame.f_code.co_filename, line)):
+            name = _name_of(_look_up(frame, read))
+            if name is not None:
+                yield name
+
+
+def _look_up(frame: FrameType, chain: str) -> Any:
+    """The value of `self.a.b[0]` in a frame, through modules only; None if it cannot be told."""
+    value = frame.f_locals.get(_PARTS.sub("", chain))
+    for attribute, index in _PARTS.findall(chain):
+        if not isinstance(value, nn.Module):
+            break  # a method of what was found
+        key = attribute or str(frame.f_locals.get(index, index))
+        value = value._modules.get(key, value._parameters.get(key))
+    return value
+
+
+def _name_of(value: Any) -> str | None:
+    engine = engine_of(value) if isinstance(value, DTensor) else None
+    for unit in engine.units if engine is not None else ():
+        for member, visible in zip(unit.parameters.members, unit.parameters.visible, strict=True):
+            if visible is value:
+                return member.name
+    return None

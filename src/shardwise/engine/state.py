@@ -1,0 +1,203 @@
+"""A sharded model's values outside of training: whole state dicts, one rank's values for all,
+memory for a model on the meta device, deep copies.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine import torch_private
+from shardwise.engine.engine import (
+    engine_of,
+    is_sharded,
+)
+from shardwise.engine.forms import Form
+from shardwise.engine.mesh import default_device
+from shardwise.engine.storage import Member
+from shardwise.engine.unit import Unit
+from shardwise.planning.buckets import group_by_bytes
+from shardwise.planning.units import MIB
+
+BROADCAST_BYTES = 64 * MIB
+
+
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = False, device: torch.device | str | None = None
+) -> dict[str, torch.Tensor]:
+    """The state dict with whole tensors, as the unsharded model would give it; a collective call.
+
+    Every rank gets it, or rank 0 only (the others get an empty dict), on the model's device or on
+    `device`. Gathers one unit at a time, so the peak is one unit above the result.
+    """
+    engine = engine_of(model)
+    wanted = not rank0_only or dist.get_rank() == 0
+    whole: dict[str, torch.Tensor] = {}
+    for unit in engine.units:
+        unit.follow()
+        unit.hide()
+        unit.parameters.copy_echoes()
+        for names, tensor in _gather_masters(unit):
+            if wanted:
+                moved = tensor.to(device) if device is not None else tensor
+                whole.update(dict.fromkeys(names, moved))
+    if not wanted:
+        return {}
+    state = model.state_dict()
+    return {
+        name: whole[name] if name in whole else value.detach().to(device or value.device)
+        for name, value in state.items()
+    }
+
+
+def _gather_masters(unit: Unit) -> Iterable[tuple[list[str], torch.Tensor]]:
+    """Each parameter of the unit, whole and in its own dtype, with all its names."""
+    parameters = unit.parameters
+    layout, group = parameters.layout, parameters.mesh.shard
+    if any(m.nested is not None for m in parameters.members) or any(r.dim for r in layout.rows):
+        for member, visible in zip(parameters.members, parameters.visible, strict=True):
+            yield member.names, cast(DTensor, visible.data).full_tensor()
+        return
+    device, dtype = unit.mesh.device, parameters.dtype
+    gathered = torch.empty((group.size, layout.shard_numel), dtype=dtype, device=device)
+    group.all_gather(gathered.view(-1), parameters.master.to(device)).wait()
+    for member, rows, start in zip(parameters.members, layout.rows, layout.offsets, strict=True):
+        block = gathered[:, start : start + rows.part].reshape(-1)
+        yield member.names, block[: rows.numel].clone().view(rows.shape)
+
+
+@torch.no_grad()
+def broadcast(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers; a collective call.
+
+    Before sharding: everything. After: each shard group holds one set of rows between its ranks, so
+    the first replica's rows go to the other replicas, and 0-d parameters and buffers come from rank
+    0.
+    """
+    if not is_sharded(model):
+        _broadcast_from_first([*model.parameters(), *model.buffers()])
+        return
+    engine = engine_of(model)
+    for unit in engine.units:
+        unit.follow()
+        unit.parameters.forget_checksums()
+        master, layout = unit.parameters.master, unit.parameters.layout
+        unit.mesh.replicate.broadcast(master)
+        if layout.counted_numel < layout.shard_numel:
+            unit.mesh.shard.broadcast(master[layout.counted_numel :])
+    _broadcast_from_first(list(model.buffers()))
+
+
+def _broadcast_from_first(tensors: list[torch.Tensor]) -> None:
+    """Broadcast in messages of one dtype and about BROADCAST_BYTES."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.data)
+    for same in by_dtype.values():
+        for group in group_by_bytes(same, lambda t: t.numel() * t.element_size(), BROADCAST_BYTES):
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            dist.broadcast(flat, src=0)
+            for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device | str | None = None) -> list[str]:
+    """Give memory to what is still on the meta device, and nothing else, and initialise it.
+
+    Each module that held such tensors is asked to `reset_parameters`. Returns the names of the
+    tensors that nobody wrote since: non-persistent buffers that only a constructor fills,
+    parameters of modules without that method. Those are yours to fill. A sharded model takes memory
+    for its own rows only.
+    """
+    if device is None:
+        device = _device_of(model)
+    made: dict[str, torch.Tensor] = {}
+    emptied: dict[int, torch.Tensor] = {}  # a tied tensor is made once
+    for prefix, module in model.named_modules():
+        touched = False
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in list(tensors.items()):
+                if tensor is None or not torch_private.local_of(tensor).is_meta:
+                    continue
+                if id(tensor) not in emptied:
+                    emptied[id(tensor)] = _empty(tensor, torch.device(device))
+                tensors[key] = emptied[id(tensor)]
+                made[f"{prefix}.{key}" if prefix else key] = emptied[id(tensor)]
+                touched = True
+        reset = getattr(module, "reset_parameters", None)
+        if touched and callable(reset):
+            reset()
+    # Memory from `empty` that nobody has written keeps the version of its birth.
+    return [name for name, tensor in made.items() if tensor._version == 0]
+
+
+def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cpu":
+            return torch.device("cpu")
+    return default_device()
+
+
+Copies = dict[int, nn.Module]  # by the identity of the module that was copied
+
+
+def copy_module(
+    module: nn.Module, units: Iterable[Unit], memo: dict[int, Any]
+) -> tuple[nn.Module, Copies]:
+    """A deep copy with this rank's rows of every parameter, sharded by nobody yet, and which module
+    became which. The hooks of `module` have to be off.
+    """
+    for unit in units:
+        for parameter in unit.parameters.visible:
+            if isinstance(parameter.data, DTensor):
+                memo[id(parameter)] = _copy_parameter(parameter)
+    twin = copy.deepcopy(module, memo)
+    pairs = zip(module.modules(), twin.modules(), strict=True)
+    return twin, {id(ours): theirs for ours, theirs in pairs}
+
+
+def _copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A sharded parameter with its gradient; torch's own deep copy knows no DTensors."""
+    data, grad = cast(DTensor, parameter.data), parameter.grad
+    with torch.no_grad():
+        form = Form.of(data)
+        twin = nn.Parameter(
+            form.wrap(torch_private.local_of(data).clone()), requires_grad=parameter.requires_grad
+        )
+        if grad is not None:
+            twin.grad = form.wrap(torch_private.local_of(grad).clone())
+    return twin
+
+
+def repeat_unit(unit: Unit, copies: Copies) -> Unit:
+    """The same unit over the copied modules, whose parameters are sharded already."""
+    members = []
+    for member in unit.parameters.members:
+        places = [(copies[id(m)], key) for m, key in member.places]
+        here = places[0][0]._parameters[places[0][1]]
+        assert here is not None
+        shape = member.shape
+        members.append(
+            Member(list(member.names), places, here, member.dim, member.nested, True, shape)
+        )
+    modules = [copies[id(module)] for module in unit.modules]
+    options = replace(unit.options, gather_ahead=None, gather_ahead_backward=None)
+    return Unit(unit.name, modules, members, unit.mesh, options, unit.is_root)
