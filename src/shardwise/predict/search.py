@@ -23,7 +23,6 @@ from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.engine_step import EngineSchedule
-from shardwise.predict.models import Source, as_source
 from shardwise.predict.program import works_of
 from shardwise.predict.ranking import (
     GB,
@@ -36,6 +35,7 @@ from shardwise.predict.ranking import (
     title_of,
 )
 from shardwise.predict.simulate import simulate
+from shardwise.predict.sources import Source, as_source
 from shardwise.predict.step import StepOptions
 
 
