@@ -83,7 +83,7 @@ def trace_model(
     checkpoint: str | Sequence[str] | None = None,
     compute_dtype: str | None = None,
 ) -> ModelTrace:
-    """ModelTrace one micro-batch; see `describe` for the arguments."""
+    """Trace one micro-batch; see `describe` for the arguments."""
     args, kwargs = _as_arguments(model, inputs)
     if isinstance(inputs, Workload):
         autocast = autocast or inputs.autocast

@@ -21,13 +21,13 @@ from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
+from shardwise.planning.units import MIB
 from shardwise.predict.cost import Costs
 from shardwise.predict.engine_step import EngineSchedule
 from shardwise.predict.program import works_of
 from shardwise.predict.ranking import (
     GB,
     MEMORY_MARGIN,
-    MIB,
     WORTH,
     Candidate,
     Ranking,
