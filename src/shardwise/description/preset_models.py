@@ -75,7 +75,7 @@ class _FeedForward(nn.Module):
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
-class _Block(nn.Module):
+class _PresetBlock(nn.Module):
     def __init__(self, size: Preset, rope: _Positions) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
@@ -95,7 +95,7 @@ class PresetLM(nn.Module):
         super().__init__()
         rope = _Positions(context, size.d_model // size.heads)
         self.embedding = nn.Embedding(size.vocab, size.d_model)
-        self.layers = nn.ModuleList(_Block(size, rope) for _ in range(size.layers))
+        self.layers = nn.ModuleList(_PresetBlock(size, rope) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
         self.head = nn.Linear(size.d_model, size.vocab, bias=False)
         if size.tied:
