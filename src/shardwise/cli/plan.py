@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -287,6 +288,22 @@ def _question(arguments: argparse.Namespace) -> Question:
     return Question(**given, strategies=strategies)
 
 
+_COLUMNS: dict[str, Callable[[Candidate], str]] = {
+    "plan": lambda c: c.plan.title,
+    "mesh": lambda c: "x".join(map(str, c.plan.mesh)),
+    "micro-batches": lambda c: f"{c.workload.micro_batches} x {c.workload.micro_batch}",
+    "recompute": lambda c: "no" if c.workload.checkpoint == "none" else "yes",
+    "settings": lambda c: c.show_settings(),
+    "step ms": lambda c: f"{c.step_ms:.1f}",
+    "tokens/s": lambda c: f"{c.tokens_per_s:,.0f}",
+    "peak GB": lambda c: f"{c.peak_bytes / 1e9:.1f}",
+    "spare": lambda c: f"{c.spare_gb:.1f}",
+    "exposed": lambda c: f"{c.exposed_ms:.1f}",
+    "contention": lambda c: f"{c.breakdown.contention / 1e6:.1f}",
+    "host": lambda c: f"{c.breakdown.host_idle / 1e6:.1f}",
+}
+
+
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -294,26 +311,10 @@ def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=150)
     table = Table(title=f"{question.model} on {question.cluster}, {title}")
-    for name in ("plan", "mesh", "micro-batches", "recompute", "settings"):
-        table.add_column(name)
-    for name in ("step ms", "tokens/s", "peak GB", "spare", "exposed", "contention", "host"):
-        table.add_column(name, justify="right")
-    for c in ranking[:top]:
-        parts = c.breakdown
-        table.add_row(
-            c.plan.title,
-            "x".join(map(str, c.plan.mesh)),
-            f"{c.workload.micro_batches} x {c.workload.micro_batch}",
-            "no" if c.workload.checkpoint == "none" else "yes",
-            c.show_settings(),
-            f"{c.step_ms:.1f}",
-            f"{c.tokens_per_s:,.0f}",
-            f"{c.peak_bytes / 1e9:.1f}",
-            f"{c.spare_gb:.1f}",
-            f"{c.exposed_ms:.1f}",
-            f"{parts.contention / 1e6:.1f}",
-            f"{parts.host_idle / 1e6:.1f}",
-        )
+    for i, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if i < 5 else "right")
+    for candidate in ranking[:top]:
+        table.add_row(*(show(candidate) for show in _COLUMNS.values()))
     if len(ranking):
         console.print(table)
     console.print(ranking.explain(), highlight=False)
