@@ -21,8 +21,8 @@ from shardwise.description.model import (
 from shardwise.description.parameters import ParameterSpec
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
-from shardwise.predict.models import cut_described
 from shardwise.predict.simulate import simulate
+from shardwise.predict.sources import cut_described
 from shardwise.run_files import CONFIG, FACTS, MEMORY, MESSAGES, METRICS, PLAN, PREDICTED, TIMELINE
 from shardwise.timeline import Span, Timeline
 

@@ -20,7 +20,7 @@ from shardwise.description.model import (
 )
 from shardwise.description.parameters import ParameterSpec
 from shardwise.description.preset import known_presets, load_preset
-from shardwise.description.tracing.trace import TraceOptions, trace_module
+from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.describe import describe, describe_preset, describe_trace, trace_model
@@ -144,7 +144,7 @@ def test_the_memory_curve_peaks_where_a_real_run_does(checkpoint: str) -> None:
         model.zero_grad()
 
     measured = peak_on_cpu(lambda: step)
-    trace = trace_module(model, inputs, options=TraceOptions(device="cpu"))
+    trace = trace_module(model, inputs, device="cpu")
     live = peak = 0
     for event in trace.events:
         if event.storage not in trace.inputs and event.what in ("alloc", "free"):

@@ -16,10 +16,10 @@ from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.planning.strategies import REDUCES
 from shardwise.predict.describe import describe, describe_preset
-from shardwise.predict.models import as_source, checkpointed
 from shardwise.predict.ranking import GB, MEMORY_MARGIN
 from shardwise.predict.search import _Search, _splits, plan, search
 from shardwise.predict.simulate import simulate
+from shardwise.predict.sources import as_source, checkpointed
 from shardwise.predict.step import StepOptions
 
 CLUSTER = Cluster.load("h100x8")

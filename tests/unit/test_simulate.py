@@ -32,9 +32,9 @@ from shardwise.planning.strategies import SYNCS
 from shardwise.predict.cost import Costs
 from shardwise.predict.describe import describe
 from shardwise.predict.events import Rank, run
-from shardwise.predict.models import checkpointed, cut_described
 from shardwise.predict.program import Op, Program
 from shardwise.predict.simulate import fold, mesh_axes, simulate
+from shardwise.predict.sources import checkpointed, cut_described
 from shardwise.predict.step import EngineStep, StepOptions
 from shardwise.timeline import COMPUTE, Timeline
 from tests.parity.models import build

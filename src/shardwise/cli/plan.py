@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
+from shardwise.checked import Bound, check_bounds
 from shardwise.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -100,39 +102,32 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(command=plan)
 
 
+Count = Annotated[int, Bound("a whole number of at least 1", lambda n: n >= 1)]
+Gigabytes = Annotated[float, Bound("a number above 0, in 1e9 bytes", lambda n: 0 < n < math.inf)]
+_CONTENTION = "the share of compute that communication takes: at least 0 and below 1"
+
+
 @dataclasses.dataclass(frozen=True)
 class Question:
     """What is planned."""
 
     model: str
     cluster: str
-    world: int | None
-    tokens: int
-    sequence: int
+    world: Count | None
+    tokens: Count
+    sequence: Count
     compute_dtype: str | None
     reduce_dtype: str | None
-    budget_gb: float | None
-    memory_gb: float | None = None
-    contention: float | None = None
+    budget_gb: Gigabytes | None
+    memory_gb: Gigabytes | None = None
+    contention: Annotated[float | None, Bound(_CONTENTION, lambda n: 0 <= n < 1)] = None
     links: tuple[tuple[str, str], ...] = ()
     strategies: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
     def __post_init__(self) -> None:
         from shardwise.planning.plan import DTYPES
 
-        for name in ("world", "tokens", "sequence"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, expected a whole number of at least 1")
-        for name in ("budget_gb", "memory_gb"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UserError(f"{name} is {value}, expected a number above 0, in 1e9 bytes")
-        if self.contention is not None and not 0 <= self.contention < 1:
-            raise UserError(
-                f"contention is {self.contention}, expected the share of compute that "
-                "communication takes: at least 0 and below 1"
-            )
+        check_bounds(self, error=UserError)
         for name in ("compute_dtype", "reduce_dtype"):
             value = getattr(self, name)
             if value is not None and value not in DTYPES:
@@ -142,11 +137,7 @@ class Question:
         """The question with every KEY=VALUE applied; unknown keys are links' names."""
         values: dict[str, Any] = {}
         links = list(self.links)
-        kinds: dict[str, Any] = {
-            "world": int, "tokens": int, "sequence": int, "budget_gb": float, "memory_gb": float,
-            "contention": float, "compute_dtype": str, "reduce_dtype": str, "cluster": str,
-            "model": str,
-        }  # fmt: skip
+        kinds = _types_by_key()
         for text in assignments:
             key, equals, value = text.partition("=")
             key = "sequence" if key == "seq" else key
@@ -175,8 +166,7 @@ class Question:
         for name, value in self.links:
             names = [level.name for level in cluster.levels]
             if name not in names:
-                settings = (f.name for f in dataclasses.fields(self))
-                valid = (*names, *(n for n in settings if n not in ("links", "strategies")))
+                valid = (*names, *_types_by_key())
                 raise UserError(f"--what-if: unknown key {name!r}{nearest(name, valid)}")
             levels = tuple(
                 _with_bandwidth(level, value) if level.name == name else level
@@ -225,6 +215,13 @@ class Question:
             )
         except ValueError as error:
             raise UserError(f"{self.model} on {self.cluster}: {error}") from error
+
+
+def _types_by_key() -> dict[str, Any]:
+    """What --what-if can change beside the links: int, float or str, each by its key."""
+    hints = get_type_hints(Question)
+    del hints["links"], hints["strategies"]
+    return {name: (*get_args(hint), hint)[0] for name, hint in hints.items()}
 
 
 def _with_bandwidth(level: Any, value: str) -> Any:
@@ -286,11 +283,25 @@ def _question(arguments: argparse.Namespace) -> Question:
         for name in strategies:
             if name not in NAMES:
                 raise UserError(f"unknown strategy {name!r}{nearest(name, NAMES)}")
-    return Question(
-        arguments.model, arguments.cluster, arguments.world, arguments.tokens, arguments.sequence,
-        arguments.compute_dtype, arguments.reduce_dtype, arguments.budget_gb,
-        strategies=strategies,
-    )  # fmt: skip
+    asked = ("model", "cluster", "world", "tokens", "sequence", "compute_dtype", "reduce_dtype")
+    given = {name: getattr(arguments, name) for name in (*asked, "budget_gb")}
+    return Question(**given, strategies=strategies)
+
+
+_COLUMNS: dict[str, Callable[[Candidate], str]] = {
+    "plan": lambda c: c.plan.title,
+    "mesh": lambda c: "x".join(map(str, c.plan.mesh)),
+    "micro-batches": lambda c: f"{c.workload.micro_batches} x {c.workload.micro_batch}",
+    "recompute": lambda c: "no" if c.workload.checkpoint == "none" else "yes",
+    "settings": lambda c: c.show_settings(),
+    "step ms": lambda c: f"{c.step_ms:.1f}",
+    "tokens/s": lambda c: f"{c.tokens_per_s:,.0f}",
+    "peak GB": lambda c: f"{c.peak_bytes / 1e9:.1f}",
+    "spare": lambda c: f"{c.spare_gb:.1f}",
+    "exposed": lambda c: f"{c.exposed_ms:.1f}",
+    "contention": lambda c: f"{c.breakdown.contention / 1e6:.1f}",
+    "host": lambda c: f"{c.breakdown.host_idle / 1e6:.1f}",
+}
 
 
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
@@ -300,26 +311,10 @@ def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=150)
     table = Table(title=f"{question.model} on {question.cluster}, {title}")
-    for name in ("plan", "mesh", "micro-batches", "recompute", "settings"):
-        table.add_column(name)
-    for name in ("step ms", "tokens/s", "peak GB", "spare", "exposed", "contention", "host"):
-        table.add_column(name, justify="right")
-    for c in ranking[:top]:
-        parts = c.breakdown
-        table.add_row(
-            c.plan.title,
-            "x".join(map(str, c.plan.mesh)),
-            f"{c.workload.micro_batches} x {c.workload.micro_batch}",
-            "no" if c.workload.checkpoint == "none" else "yes",
-            c.show_settings(),
-            f"{c.step_ms:.1f}",
-            f"{c.tokens_per_s:,.0f}",
-            f"{c.peak_bytes / 1e9:.1f}",
-            f"{c.spare_gb:.1f}",
-            f"{c.exposed_ms:.1f}",
-            f"{parts.contention / 1e6:.1f}",
-            f"{parts.host_idle / 1e6:.1f}",
-        )
+    for i, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if i < 5 else "right")
+    for candidate in ranking[:top]:
+        table.add_row(*(show(candidate) for show in _COLUMNS.values()))
     if len(ranking):
         console.print(table)
     console.print(ranking.explain(), highlight=False)
@@ -367,8 +362,8 @@ def _save(path: Path, text: str) -> None:
 def _write_trace(path: Path, question: Question, best: Candidate) -> None:
     import json
 
-    from shardwise.predict.models import as_source
     from shardwise.predict.simulate import simulate
+    from shardwise.predict.sources import as_source
 
     portable = dataclasses.replace(best.plan, units=None)
     resolved, description = as_source(question.model, best.workload).at(portable, best.workload)

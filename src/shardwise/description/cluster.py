@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 from shardwise.checked import ABOVE_0, Bound, Count, NotNegative, Share, check_bounds, finite
 from shardwise.description.parameters import ITEMSIZES
 
+FOLDER = resources.files("shardwise.description") / "clusters"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 Positive = Annotated[float, finite(1)]  # bytes and FLOPs, and those per second
@@ -253,6 +255,4 @@ class Cluster:
 
 def known_clusters() -> tuple[str, ...]:
     """Names of the clusters that come with the package."""
-    from shardwise.description.cluster_toml import packaged_names
-
-    return packaged_names()
+    return tuple(sorted(f.name[:-5] for f in FOLDER.iterdir() if f.name.endswith(".toml")))

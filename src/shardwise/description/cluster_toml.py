@@ -12,12 +12,12 @@ import dataclasses
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from shardwise.checked import Reader, dotted, keys_of, read_text, write_value
 from shardwise.description.cluster import (
+    FOLDER,
     Cluster,
     CollectivePoint,
     Device,
@@ -25,6 +25,7 @@ from shardwise.description.cluster import (
     Level,
     MatmulPoint,
     MatmulRate,
+    known_clusters,
 )
 from shardwise.errors import UserError, nearest
 
@@ -36,26 +37,19 @@ COLUMNS = {
 }
 
 
-def packaged_names() -> tuple[str, ...]:
-    """Names of the cluster files in this package."""
-    folder = resources.files("shardwise.description") / "clusters"
-    return tuple(sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".toml")))
-
-
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Read a packaged cluster by name, or a file by its path (which ends in .toml)."""
     text_name = str(name_or_path)
     if text_name.endswith(".toml"):
         text = read_text(name_or_path, "the cluster file")
     else:
-        names = packaged_names()
+        names = known_clusters()
         if text_name not in names:
             raise UserError(
                 f"unknown cluster {text_name!r}{nearest(text_name, names)}. Or give a .toml file, "
                 "such as `shardwise calibrate --out FILE.toml` writes"
             )
-        folder = resources.files("shardwise.description") / "clusters"
-        text = (folder / f"{text_name}.toml").read_text(encoding="utf-8")
+        text = (FOLDER / f"{text_name}.toml").read_text(encoding="utf-8")
     return parse_cluster(text, text_name)
 
 
@@ -158,12 +152,12 @@ def write_cluster(cluster: Cluster, spreads: Mapping[str, float] | None = None) 
     """
     contention = _Contention(cluster.communication_share_of_compute)
     file = _File(cluster.name, cluster.device, cluster.levels, cluster.host, contention)
-    writer = _Writer(dict(cluster.sources), dict(spreads or {}))
+    writer = _ClusterWriter(dict(cluster.sources), dict(spreads or {}))
     return "\n".join(writer.write(file, "", "")) + "\n"
 
 
 @dataclass
-class _Writer:
+class _ClusterWriter:
     sources: dict[str, str]
     spreads: dict[str, float]
 

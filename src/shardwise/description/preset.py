@@ -58,23 +58,10 @@ class Preset:
         """The model on the meta device, for sequences of up to `context` tokens."""
         import torch
 
-        from shardwise.description.preset_models import SketchFeedForward, SketchLM
+        from shardwise.description.preset_models import PresetFeedForward, PresetLM
 
         with torch.device("meta"):
-            if self.kind == "ffn":
-                return SketchFeedForward(
-                    self.d_model, self.d_ff, self.layers, self.gated, self.residual
-                )
-            return SketchLM(
-                self.d_model,
-                self.d_ff,
-                self.layers,
-                self.heads,
-                self.kv_heads,
-                self.vocab,
-                self.tied,
-                context,
-            )
+            return PresetLM(self, context) if self.kind == "lm" else PresetFeedForward(self)
 
     def inputs(self, workload: Workload) -> tuple[Tensor, ...]:
         """One micro-batch on the meta device: tokens and targets, or the vectors themselves."""

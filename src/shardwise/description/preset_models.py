@@ -1,15 +1,20 @@
 """Modules that are shapes only: what a preset names, built on the meta device to be traced.
 
-`SketchLM` has the parameters, names and operators of the trainer's language model, so that a Plan
-made from a preset runs there (a test holds the two together). `SketchFeedForward` is a stack of
+`PresetLM` has the parameters, names and operators of the trainer's language model, so that a Plan
+made from a preset runs there (a test holds the two together). `PresetFeedForward` is a stack of
 feed-forward layers and nothing else.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from shardwise.description.preset import Preset
 
 NORM_EPS = 1e-5
 
@@ -33,14 +38,14 @@ class _Positions(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, d_model: int, heads: int, kv_heads: int, rope: _Positions) -> None:
+    def __init__(self, size: Preset, rope: _Positions) -> None:
         super().__init__()
-        self.head_width = d_model // heads
-        narrow = kv_heads * self.head_width
-        self.q = nn.Linear(d_model, d_model, bias=False)
-        self.k = nn.Linear(d_model, narrow, bias=False)
-        self.v = nn.Linear(d_model, narrow, bias=False)
-        self.out = nn.Linear(d_model, d_model, bias=False)
+        self.head_width = size.d_model // size.heads
+        narrow = size.kv_heads * self.head_width
+        self.q = nn.Linear(size.d_model, size.d_model, bias=False)
+        self.k = nn.Linear(size.d_model, narrow, bias=False)
+        self.v = nn.Linear(size.d_model, narrow, bias=False)
+        self.out = nn.Linear(size.d_model, size.d_model, bias=False)
         self.rope = rope
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,11 +62,12 @@ class _Attention(nn.Module):
 class _FeedForward(nn.Module):
     """Gated: three matrices and a SiLU. Plain: two matrices, nothing between them."""
 
-    def __init__(self, d_model: int, d_ff: int, gated: bool) -> None:
+    def __init__(self, size: Preset) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, d_ff, bias=False) if gated else None
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
+        gated = size.kind == "lm" or size.gated
+        self.gate = nn.Linear(size.d_model, size.d_ff, bias=False) if gated else None
+        self.up = nn.Linear(size.d_model, size.d_ff, bias=False)
+        self.down = nn.Linear(size.d_ff, size.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
@@ -69,44 +75,30 @@ class _FeedForward(nn.Module):
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
-class _Block(nn.Module):
-    def __init__(
-        self, d_model: int, d_ff: int, heads: int, kv_heads: int, rope: _Positions
-    ) -> None:
+class _PresetBlock(nn.Module):
+    def __init__(self, size: Preset, rope: _Positions) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
-        self.attention = _Attention(d_model, heads, kv_heads, rope)
-        self.feed_forward_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
-        self.feed_forward = _FeedForward(d_model, d_ff, gated=True)
+        self.attention_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
+        self.attention = _Attention(size, rope)
+        self.feed_forward_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
+        self.feed_forward = _FeedForward(size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class SketchLM(nn.Module):
+class PresetLM(nn.Module):
     """Embedding, blocks, a last norm, the output projection; gives the summed cross-entropy."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        vocab: int,
-        tied: bool,
-        context: int,
-    ) -> None:
+    def __init__(self, size: Preset, context: int) -> None:
         super().__init__()
-        rope = _Positions(context, d_model // heads)
-        self.embedding = nn.Embedding(vocab, d_model)
-        self.layers = nn.ModuleList(
-            _Block(d_model, d_ff, heads, kv_heads, rope) for _ in range(layers)
-        )
-        self.norm = nn.RMSNorm(d_model, eps=NORM_EPS)
-        self.head = nn.Linear(d_model, vocab, bias=False)
-        if tied:
+        rope = _Positions(context, size.d_model // size.heads)
+        self.embedding = nn.Embedding(size.vocab, size.d_model)
+        self.layers = nn.ModuleList(_PresetBlock(size, rope) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
+        self.head = nn.Linear(size.d_model, size.vocab, bias=False)
+        if size.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -119,13 +111,13 @@ class SketchLM(nn.Module):
         )
 
 
-class SketchFeedForward(nn.Module):
+class PresetFeedForward(nn.Module):
     """Feed-forward layers one after the other, each added to its input or in its place."""
 
-    def __init__(self, d_model: int, d_ff: int, layers: int, gated: bool, residual: bool) -> None:
+    def __init__(self, size: Preset) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_FeedForward(d_model, d_ff, gated) for _ in range(layers))
-        self.residual = residual
+        self.layers = nn.ModuleList(_FeedForward(size) for _ in range(size.layers))
+        self.residual = size.residual
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checked import Reader, keys_of
-from shardwise.description.parameters import ParameterSpec, UnitSpec
+from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name
 from shardwise.errors import nearest
 from shardwise.planning import memory
 from shardwise.planning.settings import Settings
@@ -208,7 +208,7 @@ class Plan:
                 raise ValueError(f"Plan has no setting {key!r}{nearest(key, sorted(known))}")
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if isinstance(settings.get(field), torch.dtype):
-                settings[field] = str(settings[field]).removeprefix("torch.")
+                settings[field] = dtype_name(settings[field])
         if isinstance(settings.get("whole"), str):
             settings["whole"] = (settings["whole"],)
         cut = Cut.parse(settings.pop("units", None))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.description.parameters import ParameterSpec, UnitSpec, places
+from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name, places
 from shardwise.planning.buckets import group_by_bytes
 
 MIB = 2**20
@@ -193,7 +193,7 @@ def _buckets(specs: list[ParameterSpec], nbytes: int) -> list[list[ParameterSpec
 
 
 def _spec_of(names: list[str], parameter: nn.Parameter) -> ParameterSpec:
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    dtype = dtype_name(parameter.dtype)
     return ParameterSpec(names[0], tuple(parameter.shape), dtype, parameter.requires_grad)
 
 

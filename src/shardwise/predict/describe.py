@@ -23,7 +23,7 @@ from shardwise.description.model import ModelDescription
 from shardwise.description.preset import load_preset
 from shardwise.description.tracing.meta_copy import copy_to_meta
 from shardwise.description.tracing.segments import describe_by
-from shardwise.description.tracing.trace import ModelTrace, TraceOptions, trace_module
+from shardwise.description.tracing.trace import ModelTrace, trace_module
 from shardwise.description.workload import CHECKPOINTS, Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
@@ -83,14 +83,18 @@ def trace_model(
     checkpoint: str | Sequence[str] | None = None,
     compute_dtype: str | None = None,
 ) -> ModelTrace:
-    """ModelTrace one micro-batch; see `describe` for the arguments."""
+    """Trace one micro-batch; see `describe` for the arguments."""
     args, kwargs = _as_arguments(model, inputs)
     if isinstance(inputs, Workload):
         autocast = autocast or inputs.autocast
         checkpoint = checkpoint or inputs.checkpoint
     blocks = find_blocks(model)
     names, reentrant = _checkpointed(checkpoint, blocks)
-    options = TraceOptions(
+    return trace_module(
+        model,
+        args,
+        kwargs,
+        loss=loss,
         device=device,
         autocast=autocast,
         compute_dtype=compute_dtype,
@@ -98,7 +102,6 @@ def trace_model(
         checkpoint=names,
         reentrant=reentrant,
     )
-    return trace_module(model, args, kwargs, loss=loss, options=options)
 
 
 def describe_trace(trace: ModelTrace, plan: Plan, name: str = "model") -> ModelDescription:
@@ -203,20 +206,16 @@ def _checkpointed(
 
 
 def _as_arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments. Of a workload: tokens and targets, in the places where the
+    model's forward takes them.
+    """
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    if isinstance(inputs, Workload):
-        return _token_arguments(model, inputs)
-    return tuple(inputs), {}
-
-
-def _token_arguments(
-    model: nn.Module, workload: Workload
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Tokens and targets, in the places where the model's forward takes them."""
-    shape = (workload.micro_batch, workload.sequence)
+    if not isinstance(inputs, Workload):
+        return tuple(inputs), {}
+    shape = (inputs.micro_batch, inputs.sequence)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     targets = tokens.clone()
     parameters = inspect.signature(model.forward).parameters

@@ -9,13 +9,13 @@ from typing import Any
 
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
+from shardwise.planning.units import MIB
 from shardwise.timeline import Breakdown, Timeline
 
 GB = 1e9
 # Peaks are predicted to within 3 % (docs/accuracy.md): a plan must fit with that much to spare.
 MEMORY_MARGIN = 0.03
 WORTH = 0.003  # a setting that saves less than this share of the step is left at its default
-MIB = 2**20
 
 
 def title_of(plan: Plan, workload: Workload) -> str:

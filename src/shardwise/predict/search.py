@@ -21,13 +21,12 @@ from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
+from shardwise.planning.units import MIB
 from shardwise.predict.cost import Costs
-from shardwise.predict.models import Source, as_source
 from shardwise.predict.program import works_of
 from shardwise.predict.ranking import (
     GB,
     MEMORY_MARGIN,
-    MIB,
     WORTH,
     Candidate,
     Ranking,
@@ -35,6 +34,7 @@ from shardwise.predict.ranking import (
     title_of,
 )
 from shardwise.predict.simulate import simulate
+from shardwise.predict.sources import Source, as_source
 from shardwise.predict.step import EngineStep, StepOptions
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.description.model import KernelFact
-from shardwise.description.tracing.op_costs import dtype_name
+from shardwise.description.parameters import dtype_name
 
 aten = torch.ops.aten
 

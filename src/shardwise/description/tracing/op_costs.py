@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.description.model import KernelFact
+from shardwise.description.parameters import dtype_name
 
 aten = torch.ops.aten
 
@@ -37,10 +38,6 @@ _FREE_OPS = {
 # Read a few rows of a large table: the table's size does not count.
 _LOOKUPS = {"aten::embedding", "aten::index", "aten::gather", "aten::index_select"}
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}  # not tagged as pointwise
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def cost_of(

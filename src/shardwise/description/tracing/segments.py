@@ -28,10 +28,10 @@ def describe_by(units: Sequence[UnitSpec], trace: ModelTrace, name: str) -> Mode
     owners = _Owners(trace, units)
     drafts = _cut_forward(trace.events, owners)
     _assign_backward(trace.events, owners, drafts)
-    _count_saved(trace, drafts)
+    saved = set(trace.inputs)  # by an earlier segment, or there before
     built: dict[int, list[UnitSegment]] = {i: [] for i in range(len(units))}
     for position, draft in enumerate(drafts):
-        built[draft.unit].append(_finish(position, draft, trace, owners))
+        built[draft.unit].append(_finish(position, draft, trace, owners, saved))
     return ModelDescription(
         name=name,
         units=tuple(
@@ -53,7 +53,6 @@ class _Draft:
     forward: list[int] = field(default_factory=list)
     recompute: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
-    saved: int = 0
 
 
 class _Owners:
@@ -147,17 +146,9 @@ def _assign_backward(events: Sequence[TraceEvent], owners: _Owners, segments: li
         (draft.recompute if event.phase == "recompute" else draft.backward).append(index)
 
 
-def _count_saved(trace: ModelTrace, segments: list[_Draft]) -> None:
-    seen = set(trace.inputs)
-    for draft in segments:
-        for index in draft.forward:
-            event = trace.events[index]
-            if event.what == "save" and event.storage not in seen:
-                seen.add(event.storage)
-                draft.saved += event.nbytes
-
-
-def _finish(position: int, draft: _Draft, trace: ModelTrace, owners: _Owners) -> UnitSegment:
+def _finish(
+    position: int, draft: _Draft, trace: ModelTrace, owners: _Owners, saved: set[int]
+) -> UnitSegment:
     events = trace.events
     edges = [
         events[i]
@@ -166,6 +157,9 @@ def _finish(position: int, draft: _Draft, trace: ModelTrace, owners: _Owners) ->
     ]
     entered = [event.nbytes for event in edges if event.what == "enter"]
     left = [event.nbytes for event in edges if event.what == "leave"]
+    saves = {e.storage: e.nbytes for i in draft.forward if (e := events[i]).what == "save"}
+    new = sum(nbytes for storage, nbytes in saves.items() if storage not in saved)
+    saved.update(saves)
     # Operators of backward before the recomputation are few: their memory counts with it.
     ends = draft.recompute[-1] if draft.recompute else -1
     early = [i for i in draft.backward if i < ends]
@@ -176,7 +170,7 @@ def _finish(position: int, draft: _Draft, trace: ModelTrace, owners: _Owners) ->
         backward=_make_pass(trace, draft.backward, late),
         recompute=_make_pass(trace, draft.recompute, sorted([*early, *draft.recompute])),
         checkpointed=any(events[i].kernel is not None for i in draft.recompute),
-        saved_bytes=draft.saved,
+        saved_bytes=new,
         input_bytes=entered[0] if entered else 0,
         output_bytes=left[-1] if left else 0,
     )

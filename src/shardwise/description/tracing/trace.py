@@ -78,47 +78,31 @@ class ModelTrace:
     buffer_bytes: int
 
 
-@dataclass(frozen=True)
-class TraceOptions:
-    """How to run the module.
-
-    device: whose fused kernels to take, "cuda" or "cpu".
-    autocast: a dtype name, or None. compute_dtype: parameters are cast to it, and the inputs of the
-    modules `casts` too, as the engine does. checkpoint: modules to run under activation
-    checkpointing (beside what the model does by itself).
-    """
-
-    device: str = "cuda"
-    autocast: str | None = None
-    compute_dtype: str | None = None
-    casts: tuple[str, ...] = ()
-    checkpoint: tuple[str, ...] = ()
-    reentrant: bool = False
-
-    def __post_init__(self) -> None:
-        if self.device not in ("cuda", "cpu"):
-            raise ValueError(f"device is {self.device!r}, expected 'cuda' or 'cpu'")
-        for name in ("autocast", "compute_dtype"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(getattr(torch, value, None), torch.dtype):
-                raise ValueError(f"{name} is {value!r}, expected the name of a torch dtype")
-
-
 def trace_module(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Callable[..., Tensor] | None = None,
-    options: TraceOptions | None = None,
+    device: str = "cuda",
+    autocast: str | None = None,
+    compute_dtype: str | None = None,
+    casts: tuple[str, ...] = (),
+    checkpoint: tuple[str, ...] = (),
+    reentrant: bool = False,
 ) -> ModelTrace:
     """Copy the model to the meta device, run forward, the loss and backward there, and tell.
 
-    `loss(model, *args, **kwargs)` gives the scalar to start backward from; without it, it is the
-    model's output if that is a scalar, its `.loss` if it has one, else the sum of its output.
+    loss: `loss(model, *args, **kwargs)` gives the scalar to start backward from; without it, it is
+        the model's output if that is a scalar, its `.loss` if it has one, else its output's sum.
+    device: whose fused kernels to take, "cuda" or "cpu". autocast: the name of a dtype.
+    compute_dtype: parameters are cast to it, and the inputs of the modules `casts` too, as the
+        engine does.
+    checkpoint: modules to run under activation checkpointing, beside what the model does itself.
     """
-    options = options or TraceOptions()
-    dtype = getattr(torch, options.compute_dtype) if options.compute_dtype else None
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device is {device!r}, expected 'cuda' or 'cpu'")
+    dtype = _dtype_named(compute_dtype, "compute_dtype")
     owners, tied = find_owners(model)
     copied = copy_to_meta(model, dtype)
     meta_args, meta_kwargs = pytree.tree_map(input_to_meta, (tuple(args), dict(kwargs or {})))
@@ -126,9 +110,9 @@ def trace_module(
     tensors = [*copied.parameters(), *copied.buffers()]
     given = [t for t in pytree.tree_leaves((meta_args, meta_kwargs)) if isinstance(t, Tensor)]
     recorder.know([*tensors, *given])
-    autocast = getattr(torch, options.autocast) if options.autocast else None
-    kernels = DeviceKernels(options.device, autocast, recorder.note_kernel)
-    hook(copied, recorder, options.casts, dtype, options.checkpoint, options.reentrant)
+    cast_to = _dtype_named(autocast, "autocast")
+    kernels = DeviceKernels(device, cast_to, recorder.note_kernel)
+    hook(copied, recorder, casts, dtype, checkpoint, reentrant)
     try:
         with recorder.recording(), kernels.active():
             with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
@@ -287,6 +271,13 @@ class Recorder(TorchDispatchMode):
         self._storages.pop(address, None)
         self._watched.pop(number, None)
         self._write("free", storage=number, nbytes=nbytes)
+
+
+def _dtype_named(name: str | None, argument: str) -> torch.dtype | None:
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{argument} is {name!r}, expected the name of a torch dtype")
+    return dtype
 
 
 def _total_bytes(value: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 from torch import nn
 
@@ -18,18 +17,9 @@ from shardwise.predict.describe import TracedModel, traced_preset
 from shardwise.predict.program import scaled
 
 
-class Source(Protocol):
-    """Gives, for a Plan and a workload, the resolved Plan and the description of a micro-batch."""
-
-    name: str
-    compute_dtype: str | None  # what it computes in, if that is settled
-
-    def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]: ...
-
-
 def as_source(model: nn.Module | ModelDescription | str, workload: Workload) -> Source:
     """A source of descriptions of `model`: a module, a preset's name, or a description of one
-    micro-batch of `workload`.
+    micro-batch of `workload`. Its `compute_dtype` is None where any will do.
     """
     if isinstance(model, ModelDescription):
         return FixedDescription(model, workload)
@@ -66,6 +56,9 @@ class FixedDescription:
             return plan.resolve(self._base.outline), self._made[key]
         units = cut_described(plan, self._base)
         return dataclasses.replace(plan, units=units), self._made[key]
+
+
+Source = TracedModel | FixedDescription
 
 
 def checkpointed(description: ModelDescription) -> ModelDescription:
