@@ -4,13 +4,13 @@ when its time is over.
     group's stream   "k has begun" | copies what arrives | "copied" | waits for "k is over" | "done"
     the clock            sees it, waits for the time of transfer k ........... writes it      learns
 
-What a stream adds (it takes some microseconds to see a word, more if the device computes) the clock
-learns from when it sees "done", and is that much early the next time. It learns nothing where the
+A stream takes some microseconds to see a word, more if the device computes. The clock learns how
+many from when it sees "done", and is that much early the next time. It learns nothing where the
 data came late.
 
 A stream's writes and waits take nothing of the GPU's multiprocessors, and a process that only
-watches the time is not held up by the one that trains. What a transfer takes, alone or in company,
-is `emulated_links`' matter, as on a CPU.
+watches the time is not held up by the one that trains. What a transfer takes, alone or beside
+others, `links.py` says, as on a CPU.
 
 Both sides share one page of memory, and beside it the times of the transfers that were issued.
 """
@@ -29,9 +29,11 @@ import time
 from pathlib import Path
 
 from shardwise.children import describe_end
-from shardwise.emulation.links import MOST_LINKS, Flow, HostLinks, Transfer
+from shardwise.emulation.links import Flow, HostLinks
+from shardwise.emulation.networks import Transfer
 
 LANES = 32
+MOST_LINKS = 4  # different links of one emulation
 ISSUED = 1024  # transfers of a lane that may be issued and not over
 WORDS_BYTES = 20480  # what the GPU sees: four words of a lane, far apart from all others
 _APART = 32  # words, more than a cache line
@@ -54,6 +56,11 @@ _SURPRISE_S = 10e-6  # the most of it that is believed
 _MOST_EARLY_S = 50e-6
 
 
+def _word_of(kind: int) -> staticmethod[[int], int]:
+    """From a lane's number to the number of its word of this kind."""
+    return staticmethod(lambda lane: (4 * lane + kind) * _APART)
+
+
 class Page:
     """The memory of both sides."""
 
@@ -63,25 +70,11 @@ class Page:
         self.words = view[:WORDS_BYTES].cast("I")
         self._numbers = view[WORDS_BYTES:].cast("d")
 
-    @staticmethod
-    def begun(lane: int) -> int:
-        """The word in which a lane's stream writes the number of the transfer that has begun."""
-        return (4 * lane + 2) * _APART
-
-    @staticmethod
-    def over(lane: int) -> int:
-        """The word in which the clock writes the number of the last transfer that is over."""
-        return (4 * lane + 3) * _APART
-
-    @staticmethod
-    def copied(lane: int) -> int:
-        """The word in which the stream writes that the data has come."""
-        return (4 * lane + 4) * _APART
-
-    @staticmethod
-    def done(lane: int) -> int:
-        """The word in which the stream writes that it goes on."""
-        return (4 * lane + 5) * _APART
+    # Words of a lane, each with the number of the last transfer that ...
+    begun = _word_of(2)  # ... has begun: the lane's stream writes it
+    over = _word_of(3)  # ... is over: the clock writes it
+    copied = _word_of(4)  # ... has its data copied: the stream writes it
+    done = _word_of(5)  # ... the stream has waited for: it goes on, and writes this
 
     @property
     def early(self) -> float:
@@ -102,18 +95,18 @@ class Page:
         self._numbers[1] = seconds
 
     def write_transfer(self, lane: int, number: int, fields: list[float]) -> None:
-        at = self._place(lane, number)
+        at = self._offset(lane, number)
         for i, value in enumerate(fields):
             self._numbers[at + i] = value
 
     def read_transfer(self, lane: int, number: int) -> tuple[Transfer, int]:
         """The transfer, and what its stream writes of it."""
-        at = self._place(lane, number)
+        at = self._offset(lane, number)
         fixed, moving, answers, *shares = self._numbers[at : at + _FIELDS].tolist()
         uses = tuple((str(i), s) for i, s in enumerate(shares) if s)
         return Transfer(fixed, moving, uses), int(answers)
 
-    def _place(self, lane: int, number: int) -> int:
+    def _offset(self, lane: int, number: int) -> int:
         return _HEAD + (lane * ISSUED + number % ISSUED) * _FIELDS
 
 
@@ -200,8 +193,8 @@ class Clock:
         self.failed = True
         for lane, issued in enumerate(self._issued):
             self.page.words[Page.over(lane)] = issued + _FOR_EVER
-        words = f"the clock process of the emulated network {describe_end(code)}"
-        print(words, file=sys.stderr, flush=True)
+        told = f"the clock process of the emulated network {describe_end(code)}"
+        print(told, file=sys.stderr, flush=True)
 
 
 class _Times:
