@@ -8,32 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import queue
 import tempfile
-import time
+import threading
 from dataclasses import dataclass
 from datetime import date
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch.multiprocessing.spawn import ProcessException
 
-from shardwise.calibration.ranks import (
+from shardwise.calibration.measure import (
     CPU,
     CUDA,
     QUICK,
-    Chain,
     Effort,
     Findings,
+    HostFindings,
     Sampled,
     Tell,
     measure_device,
+    measure_host,
     measure_links,
 )
-from shardwise.children import describe_failure
+from shardwise.children import spawn_ranks
 from shardwise.description.cluster import (
     Cluster,
     CollectivePoint,
@@ -44,24 +43,7 @@ from shardwise.description.cluster import (
     MatmulRate,
     Protocol,
 )
-from shardwise.engine.api import shard
-from shardwise.planning.plan import Plan
-from shardwise.predict.describe import describe
 from shardwise.profiling.timing import describe_environment
-
-HOST_WORLD = 8  # ranks of the fake group that the host's own work is measured with
-CAST_BYTES = 2**10  # of a bucket there: a block of the chain, as a unit is where things are sharded
-
-
-class CalibrationError(Exception):
-    """A rank failed while measuring."""
-
-
-@dataclass(frozen=True)
-class HostFindings:
-    op: Sampled  # one operator, forward or backward
-    unit: Sampled  # one gather, or one reduce, of a unit: the engine's own work
-    cast: Sampled  # one cast of a unit that is not sharded
 
 
 @dataclass(frozen=True)
@@ -97,44 +79,36 @@ def calibrate(
 
 def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings, HostFindings]:
     """Start the ranks, pass on what rank 0 tells, and give what it found."""
-    context = torch.multiprocessing.get_context("spawn")
-    said: Any = context.Queue()
+    reader, writer = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    results: list[tuple[Findings, HostFindings]] = []
+
+    def listen() -> None:
+        try:
+            while True:
+                told = reader.recv()
+                if isinstance(told, str):
+                    tell(told)
+                else:
+                    results.append(told)
+        except EOFError:  # nobody is left to tell anything
+            return
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
     with tempfile.TemporaryDirectory() as folder:
-        running = torch.multiprocessing.spawn(
-            _run_rank, args=(ranks, effort, folder, said), nprocs=ranks, join=False
-        )
-        assert running is not None  # only join=True gives none
-        result: tuple[Findings, HostFindings] | None = None
         try:
-            while not running.join(timeout=0.05):
-                result = _listen(said, tell) or result
-        except ProcessException as error:
-            raise CalibrationError(describe_failure(error, ranks)) from error
-        result = _listen(said, tell, patience=5.0) or result
-    if result is None:
-        raise CalibrationError("rank 0 ended without telling what it measured")
-    return result
+            spawn_ranks(_run_rank, (ranks, effort, folder, writer), ranks)
+        finally:
+            writer.close()
+    listener.join()
+    return results[0]
 
 
-def _listen(said: Any, tell: Tell, patience: float = 0.0) -> Any:
-    """Pass on what has been said; a result is given back. Waits for one up to `patience`."""
-    until = time.monotonic() + patience
-    while True:
-        try:
-            item = said.get(timeout=max(0.01, until - time.monotonic()) if patience else 0.01)
-        except queue.Empty:
-            return None
-        if isinstance(item, str):
-            tell(item)
-        else:
-            return item
-
-
-def _run_rank(rank: int, ranks: int, effort: Effort, folder: str, said: Any) -> None:
+def _run_rank(rank: int, ranks: int, effort: Effort, folder: str, writer: Connection) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    tell: Tell = said.put if rank == 0 else (lambda text: None)
+    tell: Tell = writer.send if rank == 0 else (lambda text: None)
     found = measure_device("cpu", effort, dist.barrier, tell)
     if ranks > 1:
         measure_links(found, effort, tell)
@@ -142,67 +116,7 @@ def _run_rank(rank: int, ranks: int, effort: Effort, folder: str, said: Any) -> 
     dist.destroy_process_group()
     host = measure_host("cpu", effort, tell)  # all ranks at once: they share the machine
     if rank == 0:
-        said.put((found, host))
-        said.close()
-        said.join_thread()
-
-
-def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
-    """Host seconds of an operator of the model, and of the engine's work for a unit: a chain of
-    tiny blocks, bare and sharded over a group in which nothing is sent; and, replicated there, cast
-    before each forward.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    tell("the host: operators")
-    x = torch.randn(4, 8, device=device)
-    bare = Chain().to(device)
-    described = describe(bare, x, device=device)
-    launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
-    bare_s = [step for _, step in _time_steps(bare, x, effort)]
-    low = x.bfloat16()
-    low_s = [forward for forward, _ in _time_steps(Chain().to(device).bfloat16(), low, effort)]
-    tell("the host: the engine's units")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=HOST_WORLD)
-    try:
-        sharded = shard(Chain().to(device), Plan.of("zero3", mesh=HOST_WORLD))
-        sharded_s = [step for _, step in _time_steps(sharded, x, effort)]
-        whole = Plan.of("ddp", HOST_WORLD, compute_dtype="bfloat16", bucket_bytes=CAST_BYTES)
-        casts = len(whole.resolve(bare).require_units())
-        replicated = shard(Chain().to(device), whole)
-        cast_s = [forward for forward, _ in _time_steps(replicated, low, effort)]
-    finally:
-        dist.destroy_process_group()
-    moves = 3 * len(bare.blocks)  # gathered for forward and for backward, reduced once
-    return HostFindings(
-        effort.pick([s / launches for s in bare_s]),
-        _beyond(effort.pick(sharded_s), effort.pick(bare_s), moves),
-        _beyond(effort.pick(cast_s), effort.pick(low_s), casts),
-    )
-
-
-def _beyond(taken: Sampled, bare: Sampled, times: int) -> Sampled:
-    """What `taken` has above `bare`, for each of so many times."""
-    return Sampled(max(0.0, taken.value - bare.value) / times, (taken.spread + bare.spread) / times)
-
-
-def _time_steps(
-    model: torch.nn.Module, x: torch.Tensor, effort: Effort
-) -> list[tuple[float, float]]:
-    """Host seconds of a forward, and of it and its backward, until the calls return."""
-    samples = []
-    for i in range(effort.samples + 3):
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        loss = model(x).sum()
-        forward = time.perf_counter() - began
-        loss.backward()
-        taken = time.perf_counter() - began
-        model.zero_grad()
-        if i >= 3:
-            samples.append((forward, taken))
-    return samples
+        writer.send((found, host))
 
 
 def assemble(
@@ -223,7 +137,6 @@ def assemble(
         f"{how}, {figures}, load {facts['load_at_start']} at the start"
     )
     book = _Book(measured)
-    assert found.copy is not None and found.kernel is not None
     rates = tuple(_make_rate(dtype, rows, book) for dtype, rows in found.matmul.items())
     best = {rate.dtype: rate.peak for rate in rates}
     shares = [found.attention[dtype].value / best[dtype] for dtype in found.attention]
@@ -240,22 +153,18 @@ def assemble(
             f"{measured}: causal, forward and backward, over the best product",
         ),
     )
-    # On a CPU the operator's time has its kernel in it.
     kernel_s = found.kernel.value if device == "cpu" else 0.0
-    issue = found.issue or Sampled(0.0, 0.0)
     served = Host(
-        op_s=book.sample(
-            "host.op_s", dataclasses.replace(host.op, value=max(0.0, host.op.value - kernel_s))
-        ),
+        # On a CPU the operator's time has its kernel in it.
+        op_s=book.sample("host.op_s", host.op.above(Sampled(kernel_s, 0.0))),
         unit_s=book.sample("host.unit_s", host.unit),
-        collective_s=book.sample("host.collective_s", issue),
+        collective_s=book.sample("host.collective_s", found.issue),
         communicates=device == "cpu",
         cast_s=book.sample("host.cast_s", host.cast),
     )
-    share = found.share or Sampled(0.0, 0.0)
     if links is None:
         levels: tuple[Level, ...] = (_make_level(found, ranks, book),)
-        contention = book.sample("contention.communication_share_of_compute", share)
+        contention = book.sample("contention.communication_share_of_compute", found.share)
     else:
         levels, contention = _take_links(links, book)
         served = dataclasses.replace(served, collective_s=links.host.collective_s)
