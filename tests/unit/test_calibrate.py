@@ -9,16 +9,16 @@ import pytest
 from shardwise.calibration.calibrate import assemble
 from shardwise.calibration.measure import Findings, HostFindings, Sampled
 from shardwise.cli import main
-from shardwise.description.cluster import COLLECTIVES, Cluster
+from shardwise.description.cluster import COLLECTIVES, Cluster, MatmulPoint
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
 from shardwise.description.collectives import collective_time
 
 
 def findings() -> Findings:
     """As one GPU would give them: no links."""
-    rate = Sampled(4e14, 1e12)
+    best = MatmulPoint(4096, 4096, 4096, 4e14, 1e12)
     return Findings(
-        matmul={"bfloat16": [(4096, 4096, 4096, rate), (1024, 1024, 1024, Sampled(2e14, 2e12))]},
+        matmul={"bfloat16": [best, MatmulPoint(1024, 1024, 1024, 2e14, 2e12)]},
         attention={"bfloat16": Sampled(2e14, 1e12)},
         copy=Sampled(3e12, 1e10),
         kernel=Sampled(2e-6, 1e-7),

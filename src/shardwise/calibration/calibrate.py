@@ -35,7 +35,6 @@ from shardwise.calibration.measure import (
 from shardwise.children import spawn_ranks
 from shardwise.description.cluster import (
     Cluster,
-    CollectivePoint,
     Device,
     Host,
     Level,
@@ -137,7 +136,7 @@ def assemble(
         f"{how}, {figures}, load {facts['load_at_start']} at the start"
     )
     book = _Book(measured)
-    rates = tuple(_make_rate(dtype, rows, book) for dtype, rows in found.matmul.items())
+    rates = tuple(_make_rate(dtype, points, book) for dtype, points in found.matmul.items())
     best = {rate.dtype: rate.peak for rate in rates}
     shares = [found.attention[dtype].value / best[dtype] for dtype in found.attention]
     made = Device(
@@ -166,9 +165,12 @@ def assemble(
         levels: tuple[Level, ...] = (_make_level(found, ranks, book),)
         contention = book.sample("contention.communication_share_of_compute", found.share)
     else:
-        levels, contention = _take_links(links, book)
+        levels, contention = links.levels, links.communication_share_of_compute
         served = dataclasses.replace(served, collective_s=links.host.collective_s)
-        book.take(links, "host.collective_s")
+        for key, source in links.sources:
+            if key.startswith(("level.", "contention.", "host.collective_s")):
+                book.sources[key] = f"cluster {links.name}: {source}"
+                book.spreads.pop(key, None)
     cluster = Cluster(name, made, levels, served, contention, tuple(book.sources.items()))
     return Calibrated(cluster, book.spreads)
 
@@ -190,34 +192,26 @@ class _Book:
         self.spreads[key] = sampled.spread
         return sampled.value
 
-    def take(self, cluster: Cluster, key: str) -> None:
-        self.sources[key] = f"cluster {cluster.name}: {dict(cluster.sources)[key]}"
-        self.spreads.pop(key, None)
 
-
-def _make_rate(dtype: str, rows: list[tuple[int, int, int, Sampled]], book: _Book) -> MatmulRate:
+def _make_rate(dtype: str, points: list[MatmulPoint], book: _Book) -> MatmulRate:
     key = f"device.matmul.{dtype}"
-    best = max((rate for *_, rate in rows), key=lambda rate: rate.value)
+    best = max(points, key=lambda point: point.flops_per_s)
     book.sources[f"{key}.points"] = book.measured
     return MatmulRate(
         dtype,
-        peak=book.sample(f"{key}.peak", best),
+        peak=book.sample(f"{key}.peak", Sampled(best.flops_per_s, best.spread)),
         fraction=book.note(f"{key}.fraction", 1.0, "the peak is the best measured rate"),
-        points=tuple(MatmulPoint(m, n, k, rate.value, rate.spread) for m, n, k, rate in rows),
+        points=tuple(points),
     )
 
 
 def _make_level(found: Findings, ranks: int, book: _Book) -> Level:
     """gloo: the measured table; beyond it, the bandwidth of its largest all-gather."""
-    points = tuple(
-        CollectivePoint(kind, ranks, nbytes, sampled.value, sampled.spread)
-        for kind, nbytes, sampled in found.collectives
-    )
-    gathers = sorted((p for p in points if p.kind == "all_gather"), key=lambda p: p.nbytes)
+    gathers = [p for p in found.collectives if p.kind == "all_gather"]
     bandwidth, step = 1e9, 1e-4
     told = "assumed: one rank has nobody to talk to"
     if gathers:
-        largest, smallest = gathers[-1], gathers[0]
+        smallest, largest = gathers[0], gathers[-1]
         bandwidth = largest.nbytes * (ranks - 1) / ranks / largest.seconds
         step = smallest.seconds / (ranks - 1)
         told = f"{book.measured}: from the largest and the smallest all-gather"
@@ -233,15 +227,8 @@ def _make_level(found: Findings, ranks: int, book: _Book) -> Level:
                 step_s=book.note("level.0.protocol.0.step_s", step, told),
             ),
         ),
-        points=points,
+        points=tuple(found.collectives),
     )
-
-
-def _take_links(links: Cluster, book: _Book) -> tuple[tuple[Level, ...], float]:
-    for key, _ in links.sources:
-        if key.startswith(("level.", "contention.")):
-            book.take(links, key)
-    return links.levels, links.communication_share_of_compute
 
 
 def _memory(device: str, ranks: int) -> float:

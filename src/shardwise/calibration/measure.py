@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.description.cluster import COLLECTIVES
+from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
 from shardwise.emulation.check import call_collective
 from shardwise.emulation.run import fake_group
 from shardwise.engine.api import shard
@@ -126,11 +126,11 @@ QUICK = Effort(
 class Findings:
     """What was measured of a device, and of its links if there are any."""
 
-    matmul: dict[str, list[tuple[int, int, int, Sampled]]]  # FLOP/s by shape
+    matmul: dict[str, list[MatmulPoint]]
     attention: dict[str, Sampled]  # FLOP/s
     copy: Sampled  # bytes read and written per second
     kernel: Sampled  # seconds of the shortest one
-    collectives: list[tuple[str, int, Sampled]] = field(default_factory=list)  # kind, bytes
+    collectives: list[CollectivePoint] = field(default_factory=list)  # of each kind, by bytes
     issue: Sampled = NOTHING  # of one collective, host seconds
     share: Sampled = NOTHING  # of the compute, that communication takes
 
@@ -173,8 +173,10 @@ def measure_links(found: Findings, effort: Effort, tell: Tell) -> None:
             numel = max(ranks, nbytes // 4 // ranks * ranks)
             whole, part = torch.ones(numel), torch.ones(numel // ranks)
             call = functools.partial(call_collective, kind, whole, part)
-            samples = [_time_together(call) for _ in range(effort.samples + 2)][2:]
-            found.collectives.append((kind, nbytes, effort.pick(samples)))
+            taken = effort.pick([_time_together(call) for _ in range(effort.samples + 2)][2:])
+            found.collectives.append(
+                CollectivePoint(kind, ranks, nbytes, taken.value, taken.spread)
+            )
     tell("issuing a collective")
     small = torch.zeros(ranks)
     issued = []
@@ -292,18 +294,16 @@ def _sample_on_cuda() -> Callable[[Callable[[], Any], int], float]:
     return sample
 
 
-def _measure_products(
-    device: str, dtype: str, effort: Effort, timer: Timer
-) -> list[tuple[int, int, int, Sampled]]:
-    rows = []
+def _measure_products(device: str, dtype: str, effort: Effort, timer: Timer) -> list[MatmulPoint]:
+    points = []
     for m, n, k in effort.shapes:
         a = torch.randn(m, k, device=device).to(getattr(torch, dtype))
         b = torch.randn(n, k, device=device).to(a.dtype)
         out = torch.empty(m, n, device=device, dtype=a.dtype)
         # The weight as it lies in a linear layer: transposed.
-        seconds = timer(functools.partial(torch.mm, a, b.t(), out=out))
-        rows.append((m, n, k, seconds.as_rate(2.0 * m * n * k)))
-    return rows
+        rate = timer(functools.partial(torch.mm, a, b.t(), out=out)).as_rate(2.0 * m * n * k)
+        points.append(MatmulPoint(m, n, k, rate.value, rate.spread))
+    return points
 
 
 def _measure_attention(device: str, dtype: str, effort: Effort, timer: Timer) -> Sampled:
