@@ -276,10 +276,13 @@ class _Column(NamedTuple):
     spread: str = ""  # the key of its spread
 
     def show(self, row: dict[str, Any]) -> str:
-        if row[self.key] is None or not self.form:
-            return "-" if row[self.key] is None else str(row[self.key])
+        value = row[self.key]
+        if value is None:
+            return "-"
+        if not self.form:
+            return str(value)
         spread = f" +-{row[self.spread] / self.unit:{self.form}}" if self.spread else ""
-        return f"{row[self.key] / self.unit:{self.form}}{spread}"
+        return f"{value / self.unit:{self.form}}{spread}"
 
     def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
         if self.key == "collectives":

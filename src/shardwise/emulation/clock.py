@@ -227,7 +227,8 @@ class _Times:
             other, since, its = self._alone
             self._flows[other], self._alone = self._links.add(since, other, its), None
         self._flows[lane] = self._links.add(now, lane, transfer)
-        self._reckon(now)
+        for shares, flow in self._flows.items():
+            self.ends[shares] = self._links.end_of(now, flow)
 
     def end(self, now: float, lane: int) -> None:
         number, answers, early = self._numbers.pop(lane)
@@ -239,8 +240,7 @@ class _Times:
             self.awaited[lane] = number, end + early
         if self._alone is not None and self._alone[0] == lane:
             self._alone = None
-        elif self._flows.pop(lane, None) is not None:
-            self._reckon(now)
+        self._flows.pop(lane, None)  # that it ends now is in the others' ends already
 
     def learn(self, now: float) -> None:
         """From those that are done: when they were, and when they should have been."""
@@ -251,10 +251,6 @@ class _Times:
                 late = now + page.unseen - due
                 late = min(max(late, -_SURPRISE_S), _SURPRISE_S)
                 page.early = min(max(page.early + _LEARN * late, 0.0), _MOST_EARLY_S)
-
-    def _reckon(self, now: float) -> None:
-        for lane, flow in self._flows.items():
-            self.ends[lane] = self._links.end_of(now, flow)
 
 
 def serve(page: Page, parent: int) -> None:
