@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from shardwise.children import describe_end
 from shardwise.emulation.links import Flow, HostLinks
@@ -61,6 +62,14 @@ def _word_of(kind: int) -> staticmethod[[int], int]:
     return staticmethod(lambda lane: (4 * lane + kind) * _APART)
 
 
+def _head_number(index: int) -> Any:
+    """A number before the transfers, as an attribute of the page."""
+    return property(
+        lambda page: page._numbers[index],
+        lambda page, number: page._numbers.__setitem__(index, number),
+    )
+
+
 class Page:
     """The memory of both sides."""
 
@@ -76,23 +85,10 @@ class Page:
     copied = _word_of(4)  # ... has its data copied: the stream writes it
     done = _word_of(5)  # ... the stream has waited for: it goes on, and writes this
 
-    @property
-    def early(self) -> float:
-        """Seconds by which the clock ends a transfer before its time, as it has learned."""
-        return self._numbers[0]
-
-    @early.setter
-    def early(self, seconds: float) -> None:
-        self._numbers[0] = seconds
-
-    @property
-    def unseen(self) -> float:
-        """Seconds that a transfer takes by the device's clock beyond what this one sees of it."""
-        return self._numbers[1]
-
-    @unseen.setter
-    def unseen(self, seconds: float) -> None:
-        self._numbers[1] = seconds
+    # Seconds by which the clock ends a transfer before its time, as it has learned.
+    early = _head_number(0)
+    # Seconds that a transfer takes by the device's clock beyond what this one sees of it.
+    unseen = _head_number(1)
 
     def write_transfer(self, lane: int, number: int, fields: list[float]) -> None:
         at = self._offset(lane, number)

@@ -99,12 +99,14 @@ def build(engine: str, subject: Subject, plan: Plan, device: torch.device, input
     if isinstance(model, DistributedDataParallel) and plan.compute_dtype:
         cast = functools.partial(torch.autocast, device.type, dtype=DTYPES[plan.compute_dtype])
 
+    def loss() -> torch.Tensor:
+        with cast():
+            mean = subject.loss(model, inputs)
+        return mean / plan.world if ours else mean  # shardwise sums over ranks, torch averages
+
     def step() -> None:
         optimizer.zero_grad()
-        with cast():
-            loss = subject.loss(model, inputs)
-        # shardwise sums over ranks, torch averages.
-        (loss / plan.world if ours else loss).backward()
+        loss().backward()
         optimizer.step()
 
     return Built(model, step, settings | {"optimizer": "local(AdamW)" if ours else "AdamW"})
