@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.description.cluster import COLLECTIVES
-from shardwise.emulation.collectives import Emulation, NetworkModel, emulate
+from shardwise.emulation.collectives import Emulation, emulate
+from shardwise.emulation.networks import NetworkModel
 from shardwise.engine import torch_private
 from shardwise.errors import UserError
 

@@ -30,7 +30,7 @@ from shardwise.emulation.links import Flow, HostLinks
 from shardwise.emulation.networks import NO_TIME, Network, NetworkModel, Transfer
 from shardwise.engine import torch_private
 
-__all__ = ["Emulation", "Mode", "Network", "NetworkModel", "Transfer", "emulate"]
+__all__ = ["Emulation", "Network", "emulate"]
 
 
 class EmulatedWork(Work):
