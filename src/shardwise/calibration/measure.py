@@ -254,7 +254,7 @@ def _time_together(call: Callable[[], Any]) -> float:
 def _timer(device: str, effort: Effort, ready: Callable[[], None]) -> Timer:
     """What times calls on this device."""
     cuda = device == "cuda"
-    sample = _sample_on_cuda() if cuda else functools.partial(_sample_on_host, ready)
+    sample = _sample_on_cuda if cuda else functools.partial(_sample_on_host, ready)
     first, most = (2, MOST_LAUNCHES) if cuda else (1, math.inf)
 
     def timer(call: Callable[[], Any]) -> Sampled:
@@ -277,21 +277,17 @@ def _sample_on_host(ready: Callable[[], None], call: Callable[[], Any], times: i
     return (time.perf_counter() - began) / times
 
 
-def _sample_on_cuda() -> Callable[[Callable[[], Any], int], float]:
+def _sample_on_cuda(call: Callable[[], Any], times: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def sample(call: Callable[[], Any], times: int) -> float:
-        # Launches queue up behind a spin, so that the host's own time is not measured. Between long
-        # kernels it is next to nothing: the clock is that of a device under load.
-        torch.cuda._sleep(times * LAUNCH_CYCLES)
-        start.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / times
-
-    return sample
+    # Launches queue up behind a spin, so that the host's own time is not measured. Between long
+    # kernels it is next to nothing: the clock is that of a device under load.
+    torch.cuda._sleep(times * LAUNCH_CYCLES)
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
 
 
 def _measure_products(device: str, dtype: str, effort: Effort, timer: Timer) -> list[MatmulPoint]:
