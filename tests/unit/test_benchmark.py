@@ -279,7 +279,7 @@ def test_both_engines_go_over_the_emulated_network():
 def test_a_network_s_time_is_a_ring_s():
     network = Network(bandwidth=1e9, latency=1e-3)
     assert network.seconds(4_000_000, ranks=4) == pytest.approx(0.004)
-    assert network.seconds(4_000_000, ranks=4, rounds=2) == pytest.approx(0.007)
+    assert network.seconds(4_000_000, ranks=4, collective="all_reduce") == pytest.approx(0.007)
     assert Network().seconds(4_000_000, ranks=4) == 0
     with pytest.raises(ValueError, match="expected bytes/s above 0"):
         Network(bandwidth=0)

@@ -6,19 +6,19 @@ import dataclasses
 
 import pytest
 
-from shardwise.calibration.device import HostFindings, assemble
-from shardwise.calibration.ranks import Findings, Sampled
+from shardwise.calibration.calibrate import assemble
+from shardwise.calibration.measure import Findings, HostFindings, Sampled
 from shardwise.cli import main
-from shardwise.description.cluster import COLLECTIVES, Cluster
+from shardwise.description.cluster import COLLECTIVES, Cluster, MatmulPoint
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
 from shardwise.description.collectives import collective_time
 
 
 def findings() -> Findings:
     """As one GPU would give them: no links."""
-    rate = Sampled(4e14, 1e12)
+    best = MatmulPoint(4096, 4096, 4096, 4e14, 1e12)
     return Findings(
-        matmul={"bfloat16": [(4096, 4096, 4096, rate), (1024, 1024, 1024, Sampled(2e14, 2e12))]},
+        matmul={"bfloat16": [best, MatmulPoint(1024, 1024, 1024, 2e14, 2e12)]},
         attention={"bfloat16": Sampled(2e14, 1e12)},
         copy=Sampled(3e12, 1e10),
         kernel=Sampled(2e-6, 1e-7),
@@ -28,9 +28,9 @@ def findings() -> Findings:
 def test_one_gpu_is_measured_and_its_links_are_taken_from_a_named_cluster(monkeypatch) -> None:
     host = HostFindings(Sampled(2e-5, 1e-6), Sampled(3e-4, 2e-5), Sampled(4e-5, 3e-6))
     h100 = Cluster.load("h100x8")
-    monkeypatch.setattr("shardwise.calibration.device._memory", lambda *_: 8e10)
+    monkeypatch.setattr("shardwise.calibration.calibrate._memory", lambda *_: 8e10)
     monkeypatch.setattr(
-        "shardwise.calibration.device.describe_environment",
+        "shardwise.calibration.calibrate.describe_environment",
         lambda: {"gpu": "G", "torch": "2", "load_at_start": 0.0, "cpu": "C", "cores": 2},
     )
     made = assemble("mine", findings(), host, "cuda", 1, h100)

@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.cli import main
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members, collective_time
-from shardwise.emulation.collectives import Network, Transfer, emulate
-from shardwise.emulation.device import Move, deal, places_of
+from shardwise.emulation.collectives import emulate
+from shardwise.emulation.device import Move, deal, offsets_of
 from shardwise.emulation.engines import Subject, build
-from shardwise.emulation.exposure import Note, merge, summarize
+from shardwise.emulation.exposure import Exposure, Message
 from shardwise.emulation.links import HostLinks
-from shardwise.emulation.network import ClusterNetwork
+from shardwise.emulation.networks import ClusterNetwork, Network, Transfer
 from shardwise.emulation.run import Job, joined, run, ways_to_keep_less
 from shardwise.engine import torch_private
 from shardwise.engine.engine import (
@@ -97,17 +97,12 @@ def test_a_long_uptime_does_not_stop_the_clock() -> None:
     assert links.end_of(3e7, flow) >= links.end_of(3e7, other) > 3e7
 
 
-def test_intervals() -> None:
-    assert merge([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0)]) == [(0.0, 3.0), (4.0, 5.0)]
-
-
 def test_a_wait_exposes_what_it_waited_for_and_a_moment_counts_once() -> None:
-    def note() -> Note:
-        return Note("all_gather", 8, 1, 1.0)
-
     hidden, late, behind, next_one = (0.0, 2.0), (3.0, 6.0), (4.0, 6.5), (5.0, 9.0)
-    placed = [(note(), interval) for interval in (hidden, late, behind, next_one)]
-    measured = summarize(placed, [(2.5, 2.6), (4.5, 6.5), (7.0, 7.5)])
+    intervals = (hidden, late, behind, next_one)
+    measured = Exposure()
+    messages = [Message("all_gather", 8, 1, 1.0, *interval) for interval in intervals]
+    measured.fill(messages, [(2.5, 2.6), (4.5, 6.5), (7.0, 7.5)])
     # The wait to 6.5 was for the second and the third; the fourth went on, also after the last.
     assert [message.exposed_s for message in measured.messages] == pytest.approx([0, 1.5, 2.0, 0])
     assert measured.exposed_s == pytest.approx(2.0)
@@ -144,10 +139,10 @@ def test_a_mesh_s_groups_meet_their_own_network() -> None:
     plan = Plan.of("hsdp", (16, 8))
     with joined(77, 128), emulate(ClusterNetwork(cluster)) as emulation:
         inputs = SUBJECT.draw_inputs(CPU)
-        candidate = build("shardwise", SUBJECT, plan, CPU, inputs)
-        candidate.step()
+        built = build("shardwise", SUBJECT, plan, CPU, inputs)
+        built.step()
         with emulation.measure(CPU) as measured:
-            candidate.step()
+            built.step()
     kinds = {(message.collective, message.ranks) for message in measured.messages}
     assert kinds == {("all_gather", 8), ("reduce_scatter", 8), ("all_reduce", 16)}
     for message in measured.messages:
@@ -249,7 +244,7 @@ def test_where_the_moves_of_a_grouped_gather_read_and_write() -> None:
     full, master = torch.zeros(100), torch.zeros(40)
     pairs = [(full[8:24], master[:4]), (full[48:80], master[10:18])]
     moves = [Move(target, source, 4, source, 0, (0, 0)) for target, source in pairs]
-    assert places_of(moves) == ((0, 0, 4), (40, 10, 8))
+    assert offsets_of(moves) == ((0, 0, 4), (40, 10, 8))
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 20))
@@ -301,14 +296,14 @@ def _deliver() -> list[float]:
 def stepping(engine: str, plan: Plan) -> Iterator[tuple[object, object]]:
     """A second step of `engine`, counted; gives its emulation and model."""
     with joined(1, plan.world), emulate(Network()) as emulation:
-        candidate = build(engine, SUBJECT, plan, CPU, SUBJECT.draw_inputs(CPU))
-        candidate.step()
+        built = build(engine, SUBJECT, plan, CPU, SUBJECT.draw_inputs(CPU))
+        built.step()
         emulation.calls.clear()
         emulation.sent.clear()
-        candidate.step()
-        for parameter in candidate.model.parameters():
+        built.step()
+        for parameter in built.model.parameters():
             assert torch.isfinite(torch_private.local_of(parameter)).all()
-        yield emulation, candidate.model
+        yield emulation, built.model
 
 
 PLANS = [

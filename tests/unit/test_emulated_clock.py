@@ -9,8 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.emulation.clock import COPIED, DONE, ISSUED, LANES, SILENT, Clock, Page, _Times
-from shardwise.emulation.links import MOST_LINKS, Transfer
+from shardwise.emulation.clock import (
+    COPIED,
+    DONE,
+    ISSUED,
+    LANES,
+    MOST_LINKS,
+    SILENT,
+    Clock,
+    Page,
+    _Times,
+)
+from shardwise.emulation.networks import Transfer
 
 WIRE = (("wire", 1.0),)
 

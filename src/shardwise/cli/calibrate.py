@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +37,20 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.toml")
     parser.add_argument("--name", help="of the cluster; default: the file's name")
     parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
+        "--device", choices=["auto", "cpu", "cuda"], default="auto",
         help="auto: cuda where there is one (default)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--ranks", type=int, default=2, metavar="N", help="CPU ranks to start (default: 2)"
     )
     parser.add_argument(
-        "--links",
-        default="h200x8",
-        metavar="CLUSTER",
+        "--links", default="h200x8", metavar="CLUSTER",
         help="with cuda: the cluster whose links to take (default: h200x8)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--busy",
-        action="store_true",
+        "--busy", action="store_true",
         help="the quickest of many short samples instead of medians, for a machine that is busy",
-    )
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a trial run")
     parser.set_defaults(command=calibrate)
 
@@ -75,8 +72,7 @@ def calibrate(arguments: argparse.Namespace) -> None:
     # Only now: this imports torch.
     import torch
 
-    from shardwise.calibration.device import CalibrationError
-    from shardwise.calibration.device import calibrate as measure
+    from shardwise.calibration.calibrate import calibrate as measure
     from shardwise.description.cluster_toml import write_cluster
 
     device = arguments.device
@@ -86,19 +82,16 @@ def calibrate(arguments: argparse.Namespace) -> None:
         raise UserError("--device cuda: this machine has no CUDA device; use --device cpu")
     if not arguments.busy:
         _warn_if_busy()
-    try:
-        with _progress() as tell:
-            calibrated = measure(
-                arguments.name or out.stem,
-                device=device,
-                ranks=arguments.ranks,
-                links=arguments.links,
-                quick=arguments.quick,
-                busy=arguments.busy,
-                tell=tell,
-            )
-    except CalibrationError as error:
-        sys.exit(f"shardwise: {error}")
+    with _progress() as tell:
+        calibrated = measure(
+            arguments.name or out.stem,
+            device=device,
+            ranks=arguments.ranks,
+            links=arguments.links,
+            quick=arguments.quick,
+            busy=arguments.busy,
+            tell=tell,
+        )
     out.write_text(write_cluster(calibrated.cluster, calibrated.spreads), encoding="utf-8")
     print(summarize(Cluster.load(out), calibrated.spreads))
     print(f"wrote {out}")
@@ -115,27 +108,20 @@ def _warn_if_busy() -> None:
         )
 
 
-class _progress:
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
     """A line that says what is measured now, and for how long; plain lines without a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        self._live: Any = None
-        if not console.is_terminal:
-            return lambda text: console.print(f"measuring {text}")
-        self._live = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
-        )
-        self._live.start()
-        task = self._live.add_task("starting")
-        return lambda text: self._live.update(task, description=f"measuring {text}")
-
-    def __exit__(self, *_: Any) -> None:
-        if self._live is not None:
-            self._live.stop()
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(f"measuring {text}")
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console) as live:
+        task = live.add_task("starting")
+        yield lambda text: live.update(task, description=f"measuring {text}")
 
 
 def summarize(cluster: Any, spreads: dict[str, float]) -> str:
@@ -146,17 +132,19 @@ def summarize(cluster: Any, spreads: dict[str, float]) -> str:
         return f"{value / scale:,.2f}{bar} {unit}"
 
     device, host = cluster.device, cluster.host
+    copy = show("device.bandwidth_bytes_per_s", device.bandwidth_bytes_per_s, "GB/s", 1e9)
     lines = [f"{cluster.name}: {device.name}"]
     for rate in device.matmul:
         key = f"device.matmul.{rate.dtype}.peak"
         lines.append(f"  best {rate.dtype} product      {show(key, rate.peak, 'GFLOP/s', 1e9)}")
-    copy = show("device.bandwidth_bytes_per_s", device.bandwidth_bytes_per_s, "GB/s", 1e9)
     lines.append(f"  memory, read and written  {copy}")
     for level in cluster.levels:
         rate = level.bandwidth_bytes_per_s / 1e9
         lines.append(f"  {level.name}: {rate:,.2f} GB/s, {len(level.points)} measured points")
-    lines.append(f"  host, one operator        {show('host.op_s', host.op_s, 'us', 1e-6)}")
-    lines.append(f"  host, one unit            {show('host.unit_s', host.unit_s, 'us', 1e-6)}")
-    cast = show("host.cast_s", host.seconds_to_cast, "us", 1e-6)
-    lines.append(f"  host, one cast            {cast}")
+    for name, key, seconds in (
+        ("operator", "host.op_s", host.op_s),
+        ("unit", "host.unit_s", host.unit_s),
+        ("cast", "host.cast_s", host.seconds_to_cast),
+    ):
+        lines.append(f"  host, one {name:<16}{show(key, seconds, 'us', 1e-6)}")
     return "\n".join(lines)

@@ -6,8 +6,9 @@ import argparse
 import itertools
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file
@@ -15,8 +16,8 @@ from shardwise.profiling.results import check_file
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.emulation.collectives import NetworkModel
-    from shardwise.emulation.run import Figures, Job
+    from shardwise.emulation.networks import NetworkModel
+    from shardwise.emulation.run import Job
     from shardwise.planning.plan import Plan
 
 _HELP = """\
@@ -108,17 +109,25 @@ def emulate(arguments: argparse.Namespace) -> None:
 
     device = _device(arguments.device)
     plan = _plan(arguments, device)
-    rank, world = arguments.rank, plan.world
-    if not 0 <= rank < world:
-        raise UserError(f"--rank {rank}: expected 0 to {world - 1} of {world} ranks")
+    _check(arguments, device, plan.world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _run(arguments, device, plan)
+
+
+def _check(arguments: argparse.Namespace, device: torch.device, world: int) -> None:
+    """Error if an option's value means nothing."""
+    if not 0 <= arguments.rank < world:
+        raise UserError(f"--rank {arguments.rank}: expected 0 to {world - 1} of {world} ranks")
     check_file("--json", arguments.json)
-    if arguments.out is not None:
-        if not arguments.out.parent.is_dir():
-            raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+    out = arguments.out
+    if out is not None:
+        if not out.parent.is_dir():
+            raise UserError(f"--out {out}: there is no folder {out.parent}")
         try:
-            arguments.out.mkdir(exist_ok=True)
+            out.mkdir(exist_ok=True)
         except OSError as error:
-            raise UserError(f"--out {arguments.out}: {error.strerror}") from error
+            raise UserError(f"--out {out}: {error.strerror}") from error
     for name in ("steps", "seq"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -128,20 +137,16 @@ def emulate(arguments: argparse.Namespace) -> None:
             f"--occupancy {arguments.occupancy} on {device.type}: expected a number of blocks of a "
             "GPU, at least 0"
         )
-    engines = ("shardwise", "torch") if arguments.engine == "both" else (arguments.engine,)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    _run(arguments, device, plan, engines)
 
 
-def _run(
-    arguments: argparse.Namespace, device: torch.device, plan: Plan, engines: tuple[str, ...]
-) -> None:
+def _run(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> None:
     from shardwise.emulation import run as runner
-    from shardwise.emulation.engines import Subject, check_torch
+    from shardwise.emulation.check import check
+    from shardwise.emulation.engines import ENGINES, Subject, check_torch
     from shardwise.profiling.results import write_json
     from shardwise.profiling.timing import describe_environment
 
+    engines = ENGINES if arguments.engine == "both" else (arguments.engine,)
     if "torch" in engines:
         check_torch(plan)
     length = arguments.seq or (2048 if device.type == "cuda" else 128)
@@ -152,17 +157,17 @@ def _run(
     rows: list[dict[str, Any]] = []
     with runner.joined(arguments.rank, plan.world):
         if arguments.check:
-            from shardwise.emulation import check as emulate_check
-
-            rows += emulate_check.check(device, networks)
+            rows += check(device, networks)
+            shown = [[column.show(row) for column in _CHECKED] for row in rows]
+            _print_table("emulated collectives against the clock", _CHECKED, shown, width=110)
         for subject, (name, network) in itertools.product(subjects, networks):
             job = runner.Job(
                 subject, plan, arguments.rank, device, network, name, arguments.steps,
                 arguments.occupancy,
             )  # fmt: skip
-            figures = runner.run(job, engines, _say)
-            _print(job, figures)
-            rows += [_facts(job, arguments) | each.to_row() for each in figures]
+            figures = [each.to_row() for each in runner.run(job, engines, _say)]
+            _print_figures(job, figures)
+            rows += [_facts(job, arguments) | row for row in figures]
             if arguments.out is not None:
                 _profile(job, engines, arguments.out, arguments.cluster)
     if arguments.json is not None:
@@ -194,7 +199,12 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
     mesh = arguments.mesh or arguments.world
     try:
         if arguments.plan not in NAMES:
-            plan = _read_plan(Path(arguments.plan), NAMES)
+            path = Path(arguments.plan)
+            if not path.is_file():
+                raise UserError(
+                    f"--plan {path} is no file, and no strategy{nearest(str(path), NAMES)}"
+                )
+            plan = Plan.from_json(path.read_text(encoding="utf-8"))
         elif mesh is None:
             raise UserError("--mesh or --world is needed, as in: --world 128 --mesh 16x8")
         else:
@@ -214,14 +224,6 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
     return plan
 
 
-def _read_plan(path: Path, names: Any) -> Plan:
-    from shardwise.planning.plan import Plan
-
-    if not path.is_file():
-        raise UserError(f"--plan {path} is no file, and no strategy{nearest(str(path), names)}")
-    return Plan.from_json(path.read_text(encoding="utf-8"))
-
-
 def _batches(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
@@ -231,8 +233,7 @@ def _batches(text: str) -> list[int]:
 
 def _network(name: str, arguments: argparse.Namespace) -> NetworkModel:
     from shardwise.description.cluster import Cluster
-    from shardwise.emulation.collectives import Network
-    from shardwise.emulation.network import ClusterNetwork
+    from shardwise.emulation.networks import ClusterNetwork, Network
 
     if name == "free":
         return Network()
@@ -265,66 +266,82 @@ def _facts(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _print(job: Job, figures: list[Figures]) -> None:
+class _Column(NamedTuple):
+    """A column of a table: what it shows of a row, in which form (words have none) and unit."""
+
+    title: str
+    key: str
+    form: str = ""
+    unit: float = 1
+    spread: str = ""  # the key of its spread
+
+    def show(self, row: dict[str, Any]) -> str:
+        value = row[self.key]
+        if value is None:
+            return "-"
+        if not self.form:
+            return str(value)
+        spread = f" +-{row[self.spread] / self.unit:{self.form}}" if self.spread else ""
+        return f"{value / self.unit:{self.form}}{spread}"
+
+    def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+        if self.key == "collectives":
+            return ""
+        first, second = ours[self.key] or 0, theirs[self.key] or 0
+        return f"{first / second:.2f}" if second > 0 else "-"
+
+
+_FIGURES = (
+    _Column("engine", "engine"),
+    _Column("step ms", "step_ms", ".1f", spread="step_spread_ms"),
+    _Column("device ms", "device_ms", ".1f"),
+    _Column("cpu ms", "cpu_ms", ".1f"),
+    _Column("free ms", "free_step_ms", ".1f"),
+    _Column("exposed", "exposed_ms", ".2f", spread="exposed_spread_ms"),
+    _Column("counterfactual", "counterfactual_ms", ".2f", spread="counterfactual_spread_ms"),
+    _Column("contended", "contention_ms", ".2f"),
+    _Column("peak GB", "peak_bytes", ".2f", unit=1e9),
+    _Column("reserved", "reserved_bytes", ".2f", unit=1e9),
+    _Column("calls", "collectives", ".0f"),
+)
+_CHECKED = (
+    _Column("network", "network"),
+    _Column("collective", "check"),
+    _Column("device", "device"),
+    _Column("MiB", "bytes", ".0f", unit=2**20),
+    _Column("modelled us", "modelled_us", ".1f"),
+    _Column("taken us", "taken_us", ".1f"),
+    _Column("error", "error", "+.1%"),
+    _Column("worst", "worst_error", "+.1%"),
+)
+
+
+def _print_figures(job: Job, rows: list[dict[str, Any]]) -> None:
+    columns = [column for column in _FIGURES if job.occupancy or column.title != "contended"]
+    shown = [[column.show(row) for column in columns] for row in rows]
+    if len(rows) == 2:
+        shown.append(["ratio", *(column.compare(*rows) for column in columns[1:])])
+    plan, subject = job.plan, job.subject
+    title = (
+        f"{subject.name}, {subject.batch} x {subject.length} tokens, {plan.title}, rank "
+        f"{job.rank} of {plan.replicate}x{plan.shard}; network emulated: {job.network_name}"
+    )
+    _print_table(title, columns, shown, width=130)
+
+
+def _print_table(title: str, columns: Sequence[_Column], rows: list[list[str]], width: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=130)
-    plan, subject = job.plan, job.subject
-    table = Table(
-        title=f"{subject.name}, {subject.batch} x {subject.length} tokens, {plan.title}, rank "
-        f"{job.rank} of {plan.replicate}x{plan.shard}; network emulated: {job.network_name}"
-    )
-    table.add_column("engine")
-    rows = [_row(each) for each in figures]
-    if len(figures) == 2:
-        rows.append(_ratios(*figures))
-    if not job.occupancy:
-        for row in rows:
-            del row["contended"]
-    for name in list(rows[0])[1:]:
-        table.add_column(name, justify="right")
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.form else "left")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*row)
+    # A pipe has no width of its own; a table cut to 80 columns loses its names.
+    console = Console()
+    console = console if console.is_terminal else Console(width=width)
     console.print(table)
-
-
-def _row(each: Figures) -> dict[str, str]:
-    side = each.side
-    return {
-        "engine": each.engine,
-        "step ms": f"{side.step_ms:.1f} +-{side.step_spread_ms:.1f}",
-        "device ms": f"{side.device_ms:.1f}",
-        "cpu ms": f"{side.cpu_ms:.1f}",
-        "free ms": f"{each.free_step_ms:.1f}",
-        "exposed": f"{each.exposed_ms:.2f} +-{each.exposed_spread_ms:.2f}",
-        "counterfactual": f"{each.counterfactual_ms:.2f} +-{each.counterfactual_spread_ms:.2f}",
-        "contended": f"{each.contention_ms:.2f}",
-        "peak GB": f"{side.peak_bytes / 1e9:.2f}",
-        "reserved": "-" if side.reserved_bytes is None else f"{side.reserved_bytes / 1e9:.2f}",
-        "calls": str(side.collectives),
-    }
-
-
-def _ratios(ours: Figures, theirs: Figures) -> dict[str, str]:
-    return {
-        "engine": "ratio",
-        "step ms": f"{ours.side.step_ms / theirs.side.step_ms:.2f}",
-        "device ms": _ratio(ours.side.device_ms or 0, theirs.side.device_ms or 0),
-        "cpu ms": f"{ours.side.cpu_ms / theirs.side.cpu_ms:.2f}",
-        "free ms": f"{ours.free_step_ms / theirs.free_step_ms:.2f}",
-        "exposed": _ratio(ours.exposed_ms, theirs.exposed_ms),
-        "counterfactual": _ratio(ours.counterfactual_ms, theirs.counterfactual_ms),
-        "contended": _ratio(ours.contention_ms, theirs.contention_ms),
-        "peak GB": f"{ours.side.peak_bytes / theirs.side.peak_bytes:.2f}",
-        "reserved": _ratio(ours.side.reserved_bytes or 0, theirs.side.reserved_bytes or 0),
-        "calls": "",
-    }
-
-
-def _ratio(ours: float, theirs: float) -> str:
-    return f"{ours / theirs:.2f}" if theirs > 0 else "-"
 
 
 def _profile(job: Job, engines: tuple[str, ...], out: Path, cluster: str) -> None:

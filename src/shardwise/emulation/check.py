@@ -5,18 +5,20 @@ which keep every multiprocessor for a millisecond.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.emulation.collectives import Emulation, NetworkModel, emulate
+from shardwise.description.cluster import COLLECTIVES
+from shardwise.emulation.collectives import Emulation, emulate
+from shardwise.emulation.networks import NetworkModel
 from shardwise.engine import torch_private
 from shardwise.errors import UserError
 
 SIZES = tuple(2**20 * 4**i for i in range(6))  # 1 MiB to 1 GiB
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # Rows, inner and columns of the products, and less than one takes.
 LOADS: dict[str, tuple[tuple[int, int, int], float] | None] = {
     "idle": None,
@@ -34,14 +36,21 @@ def check(device: torch.device, networks: list[tuple[str, NetworkModel]]) -> lis
         if network.transfer("all_gather", SIZES[0], range(dist.get_world_size())).seconds == 0:
             continue
         with emulate(network) as emulation:
-            for collective in COLLECTIVES:
-                for nbytes in SIZES:
-                    for load in LOADS:
-                        modelled, taken = time_collective(
-                            emulation, device, collective, nbytes, load
-                        )
-                        rows.append(_row(name, collective, nbytes, load, modelled, taken))
-    _print(rows)
+            for collective, nbytes, load in itertools.product(COLLECTIVES, SIZES, LOADS):
+                modelled, taken = time_collective(emulation, device, collective, nbytes, load)
+                median = statistics.median(taken)
+                row = {
+                    "check": collective,
+                    "network": f"emulated: {name}",
+                    "bytes": nbytes,
+                    "device": load,
+                    "modelled_us": modelled * 1e6,
+                    "taken_us": median * 1e6,
+                    "error": median / modelled - 1,
+                    "worst_error": max((seconds / modelled - 1 for seconds in taken), key=abs),
+                    "rounds": len(taken),
+                }
+                rows.append(row)
     return rows
 
 
@@ -56,14 +65,15 @@ def time_collective(
     rounds = max(3, min(20, round(30e-3 / modelled)))
     head_start = 2e-3 + rounds * 200e-6
     side = torch.cuda.Stream(device)
-    _call(collective, whole, part)  # builds the kernel, which may take longer than the head start
+    # The first builds the kernel, which may take longer than the head start.
+    call_collective(collective, whole, part)
     torch.cuda.synchronize(device)
     busy = _compute(device, load, head_start + 1.1 * rounds * modelled)
     with torch.cuda.stream(side):
         emulation.links_of(device).delay(head_start)
         with emulation.measure(device) as measured:
             for _ in range(rounds):
-                _call(collective, whole, part)
+                call_collective(collective, whole, part)
             if busy is not None and busy.query():
                 raise RuntimeError("the matrix products ended before the collectives were issued")
     return modelled, [message.seconds for message in measured.messages]
@@ -83,57 +93,11 @@ def _compute(device: torch.device, load: str, seconds: float) -> torch.cuda.Even
     return torch.cuda.current_stream(device).record_event()
 
 
-def _call(collective: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-    if collective == "all_gather":
+def call_collective(kind: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+    """One collective of the default group, and wait for it; `part` is this rank's of `whole`."""
+    if kind == "all_gather":
         torch_private.all_gather(whole, part, None).wait()
-    elif collective == "reduce_scatter":
+    elif kind == "reduce_scatter":
         torch_private.reduce_scatter(part, whole, None).wait()
     else:
         dist.all_reduce(whole)
-
-
-def _row(
-    network: str,
-    collective: str,
-    nbytes: int,
-    load: str,
-    modelled: float,
-    taken: list[float],
-) -> dict[str, Any]:
-    median = statistics.median(taken)
-    return {
-        "check": collective,
-        "network": f"emulated: {network}",
-        "bytes": nbytes,
-        "device": load,
-        "modelled_us": modelled * 1e6,
-        "taken_us": median * 1e6,
-        "error": median / modelled - 1,
-        "worst_error": max((seconds / modelled - 1 for seconds in taken), key=abs),
-        "rounds": len(taken),
-    }
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="emulated collectives against the clock")
-    for name in ("network", "collective", "device"):
-        table.add_column(name)
-    for name in ("MiB", "modelled us", "taken us", "error", "worst"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row["network"],
-            row["check"],
-            row["device"],
-            f"{row['bytes'] / 2**20:.0f}",
-            f"{row['modelled_us']:.1f}",
-            f"{row['taken_us']:.1f}",
-            f"{row['error']:+.1%}",
-            f"{row['worst_error']:+.1%}",
-        )
-    console = Console()
-    console = console if console.is_terminal else Console(width=110)
-    console.print(table)

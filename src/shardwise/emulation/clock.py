@@ -4,13 +4,13 @@ when its time is over.
     group's stream   "k has begun" | copies what arrives | "copied" | waits for "k is over" | "done"
     the clock            sees it, waits for the time of transfer k ........... writes it      learns
 
-What a stream adds (it takes some microseconds to see a word, more if the device computes) the clock
-learns from when it sees "done", and is that much early the next time. It learns nothing where the
+A stream takes some microseconds to see a word, more if the device computes. The clock learns how
+many from when it sees "done", and is that much early the next time. It learns nothing where the
 data came late.
 
 A stream's writes and waits take nothing of the GPU's multiprocessors, and a process that only
-watches the time is not held up by the one that trains. What a transfer takes, alone or in company,
-is `emulated_links`' matter, as on a CPU.
+watches the time is not held up by the one that trains. What a transfer takes, alone or beside
+others, `links.py` says, as on a CPU.
 
 Both sides share one page of memory, and beside it the times of the transfers that were issued.
 """
@@ -27,11 +27,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from shardwise.children import describe_end
-from shardwise.emulation.links import MOST_LINKS, Flow, HostLinks, Transfer
+from shardwise.emulation.links import Flow, HostLinks
+from shardwise.emulation.networks import Transfer
 
 LANES = 32
+MOST_LINKS = 4  # different links of one emulation
 ISSUED = 1024  # transfers of a lane that may be issued and not over
 WORDS_BYTES = 20480  # what the GPU sees: four words of a lane, far apart from all others
 _APART = 32  # words, more than a cache line
@@ -54,6 +57,19 @@ _SURPRISE_S = 10e-6  # the most of it that is believed
 _MOST_EARLY_S = 50e-6
 
 
+def _word_of(kind: int) -> staticmethod[[int], int]:
+    """From a lane's number to the number of its word of this kind."""
+    return staticmethod(lambda lane: (4 * lane + kind) * _APART)
+
+
+def _head_number(index: int) -> Any:
+    """A number before the transfers, as an attribute of the page."""
+    return property(
+        lambda page: page._numbers[index],
+        lambda page, number: page._numbers.__setitem__(index, number),
+    )
+
+
 class Page:
     """The memory of both sides."""
 
@@ -63,57 +79,30 @@ class Page:
         self.words = view[:WORDS_BYTES].cast("I")
         self._numbers = view[WORDS_BYTES:].cast("d")
 
-    @staticmethod
-    def begun(lane: int) -> int:
-        """The word in which a lane's stream writes the number of the transfer that has begun."""
-        return (4 * lane + 2) * _APART
+    # Words of a lane, each with the number of the last transfer that ...
+    begun = _word_of(2)  # ... has begun: the lane's stream writes it
+    over = _word_of(3)  # ... is over: the clock writes it
+    copied = _word_of(4)  # ... has its data copied: the stream writes it
+    done = _word_of(5)  # ... the stream has waited for: it goes on, and writes this
 
-    @staticmethod
-    def over(lane: int) -> int:
-        """The word in which the clock writes the number of the last transfer that is over."""
-        return (4 * lane + 3) * _APART
-
-    @staticmethod
-    def copied(lane: int) -> int:
-        """The word in which the stream writes that the data has come."""
-        return (4 * lane + 4) * _APART
-
-    @staticmethod
-    def done(lane: int) -> int:
-        """The word in which the stream writes that it goes on."""
-        return (4 * lane + 5) * _APART
-
-    @property
-    def early(self) -> float:
-        """Seconds by which the clock ends a transfer before its time, as it has learned."""
-        return self._numbers[0]
-
-    @early.setter
-    def early(self, seconds: float) -> None:
-        self._numbers[0] = seconds
-
-    @property
-    def unseen(self) -> float:
-        """Seconds that a transfer takes by the device's clock beyond what this one sees of it."""
-        return self._numbers[1]
-
-    @unseen.setter
-    def unseen(self, seconds: float) -> None:
-        self._numbers[1] = seconds
+    # Seconds by which the clock ends a transfer before its time, as it has learned.
+    early = _head_number(0)
+    # Seconds that a transfer takes by the device's clock beyond what this one sees of it.
+    unseen = _head_number(1)
 
     def write_transfer(self, lane: int, number: int, fields: list[float]) -> None:
-        at = self._place(lane, number)
+        at = self._offset(lane, number)
         for i, value in enumerate(fields):
             self._numbers[at + i] = value
 
     def read_transfer(self, lane: int, number: int) -> tuple[Transfer, int]:
         """The transfer, and what its stream writes of it."""
-        at = self._place(lane, number)
+        at = self._offset(lane, number)
         fixed, moving, answers, *shares = self._numbers[at : at + _FIELDS].tolist()
         uses = tuple((str(i), s) for i, s in enumerate(shares) if s)
         return Transfer(fixed, moving, uses), int(answers)
 
-    def _place(self, lane: int, number: int) -> int:
+    def _offset(self, lane: int, number: int) -> int:
         return _HEAD + (lane * ISSUED + number % ISSUED) * _FIELDS
 
 
@@ -200,8 +189,8 @@ class Clock:
         self.failed = True
         for lane, issued in enumerate(self._issued):
             self.page.words[Page.over(lane)] = issued + _FOR_EVER
-        words = f"the clock process of the emulated network {describe_end(code)}"
-        print(words, file=sys.stderr, flush=True)
+        told = f"the clock process of the emulated network {describe_end(code)}"
+        print(told, file=sys.stderr, flush=True)
 
 
 class _Times:
@@ -234,7 +223,8 @@ class _Times:
             other, since, its = self._alone
             self._flows[other], self._alone = self._links.add(since, other, its), None
         self._flows[lane] = self._links.add(now, lane, transfer)
-        self._reckon(now)
+        for shares, flow in self._flows.items():
+            self.ends[shares] = self._links.end_of(now, flow)
 
     def end(self, now: float, lane: int) -> None:
         number, answers, early = self._numbers.pop(lane)
@@ -246,8 +236,7 @@ class _Times:
             self.awaited[lane] = number, end + early
         if self._alone is not None and self._alone[0] == lane:
             self._alone = None
-        elif self._flows.pop(lane, None) is not None:
-            self._reckon(now)
+        self._flows.pop(lane, None)  # that it ends now is in the others' ends already
 
     def learn(self, now: float) -> None:
         """From those that are done: when they were, and when they should have been."""
@@ -258,10 +247,6 @@ class _Times:
                 late = now + page.unseen - due
                 late = min(max(late, -_SURPRISE_S), _SURPRISE_S)
                 page.early = min(max(page.early + _LEARN * late, 0.0), _MOST_EARLY_S)
-
-    def _reckon(self, now: float) -> None:
-        for lane, flow in self._flows.items():
-            self.ends[lane] = self._links.end_of(now, flow)
 
 
 def serve(page: Page, parent: int) -> None:

@@ -4,7 +4,8 @@ While `emulate(network)` is open, torch.distributed's collectives copy what woul
 repeated into a gather's output, own part of a reduce), take the modelled time on one stream per
 group, and return work whose `wait()` orders streams without blocking the host. Both engines look
 these functions up in `torch.distributed` at each call, so both meet the same network. Grouped
-gathers go by `versions`; DistributedDataParallel issues from C++, so it gets a communication hook.
+gathers go by `torch_private`; DistributedDataParallel issues from C++, so it gets a communication
+hook.
 
 The values are fabricated: read no loss from them, and label every figure `emulated`.
 docs/emulation.md says what is modelled and what is not.
@@ -21,14 +22,15 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.emulation.ddp import hook_ddp
 from shardwise.emulation.device import DeviceLinks, Mode, Move
-from shardwise.emulation.exposure import DeviceRecorder, Exposure, HostRecorder, Note
-from shardwise.emulation.links import NO_TIME, Flow, HostLinks, Network, NetworkModel, Transfer
+from shardwise.emulation.exposure import DeviceRecorder, Exposure, HostRecorder, Message
+from shardwise.emulation.links import Flow, HostLinks
+from shardwise.emulation.networks import NO_TIME, Network, NetworkModel, Transfer
 from shardwise.engine import torch_private
 
-__all__ = ["Emulation", "Mode", "Network", "NetworkModel", "Transfer", "emulate"]
+__all__ = ["Emulation", "Network", "emulate"]
 
 
 class EmulatedWork(Work):
@@ -118,8 +120,8 @@ class Emulation:
     ) -> Work | None:
         whole, own = input.view(-1), output.view(-1)
         part, rank = own.numel(), dist.get_rank(group)
-        kept = (rank * part, rank * part + part)
-        move = Move(own, whole[kept[0] : kept[1]], 1, whole, whole.numel(), kept)
+        first, last = rank * part, rank * part + part
+        move = Move(own, whole[first:last], 1, whole, whole.numel(), (first, last))
         return self._run("reduce_scatter", [move], group, async_op)
 
     def all_reduce(
@@ -135,18 +137,13 @@ class Emulation:
         """What the block's collectives took and what of it was exposed, filled in at its end. On a
         GPU the current stream is the one that counts as compute.
         """
-        measured = Exposure()
-        if device.type == "cuda":
-            recorder = DeviceRecorder(device)
-            self._recorder = recorder
-            with recorder.watch():
+        cuda = device.type == "cuda"
+        self._recorder = DeviceRecorder(device) if cuda else HostRecorder(self._host)
+        try:
+            with self._recorder.watch() as measured:
                 yield measured
-        else:
-            self._recorder = HostRecorder(self._host)
-            yield measured
-        assert self._recorder is not None
-        found, self._recorder = self._recorder.result(), None
-        measured.__dict__.update(found.__dict__)
+        finally:
+            self._recorder = None
 
     def links_of(self, device: torch.device) -> DeviceLinks:
         if device not in self._devices:
@@ -158,10 +155,9 @@ class Emulation:
             links.close()
 
     def wait_on_host(self, flow: Flow) -> None:
-        began = time.perf_counter()
-        self._host.wait(flow)
+        waited = self._host.wait(flow)
         if isinstance(self._recorder, HostRecorder):
-            self._recorder.waits.append((began, time.perf_counter()))
+            self._recorder.waits.append(waited)
 
     def transfer(self, collective: str, nbytes: int, group: Any) -> Transfer:
         """What the network says of one collective; asked once for each size and group."""
@@ -177,53 +173,44 @@ class Emulation:
         self.sent[name] += nbytes
         group = group or dist.group.WORLD
         transfer = self.transfer(name, nbytes, group)
-        note = None
+        message = None
         if self._recorder is not None:
             modelled = transfer.seconds if self.mode == "network" else 0.0
-            note = Note(name, len(self._ranks_of(group)), nbytes, modelled)
-            self._recorder.notes.append(note)
+            message = Message(name, len(self._ranks_of(group)), nbytes, modelled)
         # Autograd does not record a collective.
         with torch.no_grad():
-            device = moves[0].target.device
-            if device.type == "cuda":
-                work = self._on_device(group, device, moves, transfer, note)
-            else:
-                work = self._on_host(group, moves, transfer, note)
+            on_device = moves[0].target.is_cuda
+            run = self._on_device if on_device else self._on_host
+            work = run(group, moves, transfer, message)
         if async_op:
             return work
         work.wait()
         return None
 
     def _on_device(
-        self,
-        group: Any,
-        device: torch.device,
-        moves: Sequence[Move],
-        transfer: Transfer,
-        note: Note | None,
+        self, group: Any, moves: Sequence[Move], transfer: Transfer, message: Message | None
     ) -> EmulatedWork:
-        links = self.links_of(device)
-        work = EmulatedWork.start(self, device)
+        device = moves[0].target.device
+        links, work = self.links_of(device), EmulatedWork.start(self, device)
         assert work.arrived is not None
-        began = None
-        if note is not None and isinstance(self._recorder, DeviceRecorder):
-            began = note.start = self._recorder.mark()
+        began = ended = None
+        if message is not None and isinstance(self._recorder, DeviceRecorder):
+            began, ended = self._recorder.add(message)
         links.run(group, moves, transfer, work.arrived, began, self.mode)
-        if began is not None and note is not None and isinstance(self._recorder, DeviceRecorder):
-            note.end = self._recorder.mark()
-            note.end.record(links.lane(group).stream)
+        if ended is not None:
+            ended.record(links.lane(group).stream)
         return work
 
     def _on_host(
-        self, group: Any, moves: Sequence[Move], transfer: Transfer, note: Note | None
+        self, group: Any, moves: Sequence[Move], transfer: Transfer, message: Message | None
     ) -> EmulatedWork:
         for move in moves:
             move.run()
         work = EmulatedWork.start(self, torch.device("cpu"))
         taken = transfer if self.mode == "network" else NO_TIME
         work.flow = self._host.add(time.perf_counter(), group, taken)
-        if note is not None:
-            note.flow = work.flow
+        if message is not None and isinstance(self._recorder, HostRecorder):
+            self._recorder.add(message, work.flow)
         return work
 
     def _ranks_of(self, group: Any) -> tuple[int, ...]:
@@ -254,7 +241,7 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
         setattr(dist, name, replaced[name])
     torch_private.all_gather_grouped = emulation.all_gather_grouped
     try:
-        with hook_ddp():
+        with _hook_ddp():
             yield emulation
     finally:
         torch_private.all_gather_grouped = grouped
@@ -266,3 +253,60 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
 def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:
     size = output.numel()
     return Move(output, source, dist.get_world_size(group), source, size, (0, size))
+
+
+class _Buckets:
+    """The buckets of a DistributedDataParallel model that are under way.
+
+    Its reducer calls the process group from C++, below everything Python can put in the way. So a
+    communication hook sends each bucket through `torch.distributed.all_reduce` as Python sees it;
+    the waits follow at the end of backward, where the reducer's own are.
+    """
+
+    emulations: ClassVar[int] = 0  # that are open
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.under_way: list[tuple[Any, torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        if not _Buckets.emulations:
+            # Fabricated gradients need no average. Real ones do.
+            buffer.div_(dist.get_world_size(self.group))
+        devices: list[Any] = [buffer.device] if buffer.is_cuda else []
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        self.under_way.append((work, future, buffer))
+        if bucket.is_last():
+            # The reducer queues its own waits after this.
+            torch_private.call_after_backward(self.wait)
+        return future
+
+    def wait(self) -> None:
+        for work, future, buffer in self.under_way:
+            work.wait()
+            future.set_result(buffer)
+        self.under_way.clear()
+
+
+@contextmanager
+def _hook_ddp() -> Iterator[None]:
+    """Give every DistributedDataParallel model that runs meanwhile the hook, unless it has one."""
+    original = DistributedDataParallel.forward
+
+    def forward(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        if not model._comm_hooks:
+            # Without annotations: torch reads a hook's, and does not know postponed ones.
+            model.register_comm_hook(
+                _Buckets(model.process_group), lambda buckets, bucket: buckets.send(bucket)
+            )
+        return original(model, *inputs, **kwargs)
+
+    DistributedDataParallel.forward = forward  # type: ignore[method-assign, assignment]
+    _Buckets.emulations += 1
+    try:
+        yield
+    finally:
+        _Buckets.emulations -= 1
+        DistributedDataParallel.forward = original  # type: ignore[method-assign]

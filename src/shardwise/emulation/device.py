@@ -4,13 +4,15 @@ another. Nothing of a transfer but its copies takes a multiprocessor:
     group's stream   waits for the caller | begun | copies what arrives | waits till it is over
     the clock                                 the transfer's time, alone or in company
 
-The clock is a process (`emulated_clock`); a block that waited for the time on the GPU would keep
-large matrix products off its multiprocessor, which slows them by 8 %. The streams have priority: a
-network does not queue behind matrix products.
+The clock is a process (`clock.py`); a block that waited for the time on the GPU would keep large
+matrix products off its multiprocessor, which slows them by 8 %. Streams and clock tell each other
+by words of host memory, which streams write and wait for by the driver's own calls: those take no
+multiprocessor either. The streams have priority: a network does not queue behind matrix products.
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.emulation.clock import COPIED, DONE, SILENT, WORDS_BYTES, Clock, Page
-from shardwise.emulation.links import Transfer
-from shardwise.emulation.stream_values import StreamValues
+from shardwise.emulation.networks import Transfer
 from shardwise.engine import marks
 from shardwise.engine.torch_private import current_stream
 from shardwise.kernels.launches import Launch, Pointer
@@ -35,14 +36,16 @@ COPIERS = 32  # warps for each multiprocessor, so that all find work when a prod
 CHUNK = 16384  # elements that a block of the occupying kernel moves at a time
 PROBE_S = 200e-6  # modelled time of the collectives that show what stream and launch add
 _FIRST = -1  # the higher of a stream's two priorities
+_MAPPED = 3  # host memory: portable, and mapped into the device's addresses
+_AT_LEAST = 0  # a stream waits for a word of this value or above
 
 
 @dataclass(frozen=True)
 class Move:
     """A copy that a collective makes: the flat source into each of `rows` rows of the flat target.
 
-    A kernel that moves the whole message (`carry`) is told of it by the rest: element i of `total`
-    is whole[i % len(whole)], and those in `kept` reach the target.
+    The rest is for the kernel that moves the whole message (`move_evenly`): element i of `total` is
+    whole[i % len(whole)], and those from `written[0]` to `written[1]` reach the target.
     """
 
     target: torch.Tensor
@@ -50,7 +53,7 @@ class Move:
     rows: int
     whole: torch.Tensor
     total: int
-    kept: tuple[int, int]
+    written: tuple[int, int]
 
     @property
     def nbytes(self) -> int:
@@ -64,10 +67,10 @@ class Move:
             rows.copy_(self.source.reshape(1, -1).expand_as(rows))
 
 
-Places = tuple[tuple[int, int, int], ...]
+Offsets = tuple[tuple[int, int, int], ...]
 
 
-def places_of(moves: Sequence[Move]) -> Places:
+def offsets_of(moves: Sequence[Move]) -> Offsets:
     """Where each move writes and reads, in elements from where the first one does, and how many."""
     size = moves[0].source.element_size()
     target, source = moves[0].target.data_ptr(), moves[0].source.data_ptr()
@@ -81,15 +84,15 @@ def places_of(moves: Sequence[Move]) -> Places:
     )
 
 
-def deal(places: Places, block: int, workers: int) -> list[tuple[int, int, int, int]]:
+def deal(offsets: Offsets, block: int, workers: int) -> list[tuple[int, int, int, int]]:
     """The copies in jobs of about as many blocks of elements as each worker gets: where one writes
     in the first row, where it reads, how many elements, and how far apart its rows are.
     """
-    blocks = sum(-(-count // block) for _, _, count in places)
+    blocks = sum(-(-count // block) for _, _, count in offsets)
     most = -(-blocks // workers) * block
     return [
         (to + done, read + done, min(most, count - done), count)
-        for to, read, count in places
+        for to, read, count in offsets
         for done in range(0, count, most)
     ]
 
@@ -107,7 +110,7 @@ class DeviceLinks:
         self.occupancy = occupancy
         self._copiers = COPIERS * torch.cuda.get_device_properties(device).multi_processor_count
         self._clock = Clock()
-        self._values = StreamValues(self._clock.page.memory, WORDS_BYTES)
+        self._words = _StreamWords(self._clock.page.memory, WORDS_BYTES)
         self._lanes: dict[Hashable, _Lane] = {}
         self._copies: dict[Hashable, _Copy] = {}
         self._shown = torch.zeros(1, dtype=torch.int32, device=device)
@@ -119,7 +122,7 @@ class DeviceLinks:
         """All that is under way ends first."""
         torch.cuda.synchronize(self.device)
         self._clock.close()
-        self._values.close()
+        self._words.close()
 
     def lane(self, group: Hashable) -> _Lane:
         if group not in self._lanes:
@@ -139,7 +142,7 @@ class DeviceLinks:
         `began` at its start.
         """
         lane = self.lane(group)
-        lane.follow(current_stream(self.device))
+        lane.wait_for(current_stream(self.device))
         if began is not None:
             began.record(lane.stream)
         timed = transfer.seconds > 0
@@ -156,32 +159,32 @@ class DeviceLinks:
         self._deliver(lane.stream, moves)
         if timed and mode == "unwaited" and self.occupancy:
             # Who holds the buffers by then is unknown, so they may be read at most.
-            self._carry(lane, lane.fork(), moves, transfer, keeps=False)
+            self._occupy(lane, lane.fork(), moves, transfer, writes=False)
         arrived.record(lane.stream)
 
     def delay(self, seconds: float) -> None:
         """Keep the current stream waiting for that long."""
         stream, lane = current_stream(self.device), self.lane("delay")
         number = self._begin(lane, stream, Transfer(seconds, 0.0))
-        self._values.wait(stream.cuda_stream, Page.over(lane.number), number)
+        self._words.wait(stream.cuda_stream, Page.over(lane.number), number)
 
     def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
         if self.occupancy:
-            self._carry(lane, lane.stream, moves, transfer.less(self._added.early))
+            self._occupy(lane, lane.stream, moves, transfer.less(self._added.early))
             return
         copies, stream = moves[0].rows > 0, lane.stream.cuda_stream
         number = self._begin(lane, lane.stream, transfer, COPIED if copies else DONE)
         if copies:
             self._deliver(lane.stream, moves)
-            self._values.write(stream, Page.copied(lane.number), number)
-        self._values.wait(stream, Page.over(lane.number), number)
-        self._values.write(stream, Page.done(lane.number), number)
+            self._words.write(stream, Page.copied(lane.number), number)
+        self._words.wait(stream, Page.over(lane.number), number)
+        self._words.write(stream, Page.done(lane.number), number)
 
     def _begin(
         self, lane: _Lane, stream: torch.cuda.Stream, transfer: Transfer, answers: int = SILENT
     ) -> int:
         number = self._clock.issue(lane.number, transfer, answers)
-        self._values.write(stream.cuda_stream, Page.begun(lane.number), number)
+        self._words.write(stream.cuda_stream, Page.begun(lane.number), number)
         return number
 
     def _show(self, stream: torch.cuda.Stream) -> None:
@@ -200,21 +203,21 @@ class DeviceLinks:
         first = moves[0]
         if not first.rows:
             return
-        places = places_of(moves)
+        offsets = offsets_of(moves)
         target, source = first.target.data_ptr(), first.source.data_ptr()
-        key = (first.source.dtype, first.rows, target % 16, source % 16, places)
+        key = (first.source.dtype, first.rows, target % 16, source % 16, offsets)
         copy = self._copies.get(key)
         if copy is None:
-            copy = self._copies[key] = _Copy(moves, places, self._copiers)
+            copy = self._copies[key] = _Copy(moves, offsets, self._copiers)
         copy.run(stream, first, target, source)
 
-    def _carry(
+    def _occupy(
         self,
         lane: _Lane,
         stream: torch.cuda.Stream,
         moves: Sequence[Move],
         transfer: Transfer,
-        keeps: bool = True,
+        writes: bool = True,
     ) -> None:
         """Each of the moves in its part of the time, for which its blocks are there. What company
         on the links adds is waited for after that.
@@ -224,22 +227,22 @@ class DeviceLinks:
         after, moving = transfer.fixed * 1e9, transfer.moving * 1e9
         with torch.cuda.stream(stream):
             for move in moves:
-                _kernels().carry[(self.occupancy,)](
+                _kernels().move_evenly[(self.occupancy,)](
                     move.target, move.whole, move.whole.numel(), move.total,
-                    *(move.kept if keeps else (0, 0)),
+                    *(move.written if writes else (0, 0)),
                     after, moving * (move.total / total), CHUNK=CHUNK, num_warps=16,
                 )  # fmt: skip
                 after = 0.0
-        self._values.wait(stream.cuda_stream, Page.over(lane.number), number)
+        self._words.wait(stream.cuda_stream, Page.over(lane.number), number)
 
 
 class _Copy:
-    """The kernel that copies moves of these places, as its first launch made it."""
+    """The kernel that copies moves of these offsets, as its first launch made it."""
 
-    def __init__(self, moves: Sequence[Move], places: Places, copiers: int) -> None:
+    def __init__(self, moves: Sequence[Move], offsets: Offsets, copiers: int) -> None:
         first = moves[0]
         block = COPY_BYTES // first.source.element_size()
-        jobs = deal(places, block, copiers)
+        jobs = deal(offsets, block, copiers)
         self._jobs = torch.tensor(jobs, dtype=torch.int64).to(first.source.device)
         self._launch = Launch(
             _kernels().deliver,
@@ -268,7 +271,7 @@ class _Lane:
         self._beside = torch.cuda.Stream(device, priority=_FIRST)
         self._moment, self._begin = torch.cuda.Event(), torch.cuda.Event()
 
-    def follow(self, caller: torch.cuda.Stream) -> None:
+    def wait_for(self, caller: torch.cuda.Stream) -> None:
         self._moment.record(caller)
         self.stream.wait_event(self._moment)
 
@@ -281,12 +284,10 @@ class _Lane:
 
 @dataclass(frozen=True)
 class Added:
-    """Seconds that a collective takes on the device beyond its time: `early` is what a clock has to
-    be so that it does not, `unseen` what of it a clock that learns does not see.
-    """
+    """Seconds that streams and launches add to a collective's time on the device."""
 
-    early: float = 0.0
-    unseen: float = 0.0
+    early: float = 0.0  # the clock ends a transfer so long before its time, to make up for it
+    unseen: float = 0.0  # what is added by the device's clock beyond what the clock process sees
 
 
 @cache
@@ -307,7 +308,7 @@ def measure_added(device: torch.device, occupancy: int) -> Added:
         with torch.cuda.stream(caller):
             links.delay(3e-3)
             for began, ended in events:
-                lane.follow(caller)
+                lane.wait_for(caller)
                 began.record(lane.stream)
                 links._take(lane, [move], probe)
                 ended.record(lane.stream)
@@ -318,6 +319,45 @@ def measure_added(device: torch.device, occupancy: int) -> Added:
     links.close()
     over = statistics.median(taken) - PROBE_S
     return Added(max(0.0, over)) if occupancy else Added(learned, over)
+
+
+class _StreamWords:
+    """The words of a page of host memory, by their number; `memory` is any writable buffer."""
+
+    def __init__(self, memory: Any, nbytes: int) -> None:
+        self._memory = (ctypes.c_char * nbytes).from_buffer(memory)
+        self._address = ctypes.addressof(self._memory)
+        _check(int(torch.cuda.cudart().cudaHostRegister(self._address, nbytes, _MAPPED)), "map")
+        self._driver = _driver()
+
+    def write(self, stream: int, word: int, value: int) -> None:
+        """When the stream comes to this point. `stream` is the driver's handle."""
+        call = self._driver.cuStreamWriteValue32_v2
+        _check(call(stream, self._address + 4 * word, value, 0), "write")
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        """The stream goes on when the word has reached the value."""
+        call = self._driver.cuStreamWaitValue32_v2
+        _check(call(stream, self._address + 4 * word, value, _AT_LEAST), "wait for")
+
+    def close(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+@cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    for call in (driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2):
+        call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return driver
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise RuntimeError(
+            f"CUDA could not {what} a word of host memory (error {code}); an emulated network on a "
+            "GPU needs stream memory operations"
+        )
 
 
 @cache

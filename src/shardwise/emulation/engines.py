@@ -1,4 +1,4 @@
-"""The candidates of `shardwise emulate`: any model, Plan and mesh, under shardwise and under torch.
+"""What `shardwise emulate` trains: any model, Plan and mesh, under shardwise and under torch.
 
 Models are built on the meta device and get memory after they were cut, so only this rank's part is
 ever on the device (and, for data parallel, all of it).
@@ -7,6 +7,7 @@ ever on the device (and, for data parallel, all of it).
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,11 +37,14 @@ from shardwise.engine.state import (
 from shardwise.engine.torch_private import local_of
 from shardwise.errors import UserError
 from shardwise.planning.plan import DTYPES, Plan
+from shardwise.planning.strategies import STRATEGIES
 from shardwise.profiling.timing import Step
 
 BENCH = "bench"  # the benchmarks' own model, 0.95 B parameters
 ENGINES = ("shardwise", "torch")
 TORCH_PLANS = ("ddp", "zero2", "zero3")  # what torch's engines do of the strategies
+
+Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Subject:
         with torch.device("meta"):
             return LM(LARGE)
 
-    def draw_inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def draw_inputs(self, device: torch.device) -> Inputs:
         draw = torch.Generator().manual_seed(1)
         preset = self.preset
         if preset is not None and preset.kind == "ffn":
@@ -72,7 +76,7 @@ class Subject:
         both = torch.randint(0, vocab, (2, self.batch, self.length), generator=draw).to(device)
         return both[0], both[1]
 
-    def loss(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """A mean over this rank's batch."""
         preset = self.preset
         if preset is None:
@@ -83,7 +87,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Built:
     """A model under an engine, and one whole training step of it."""
 
     model: nn.Module
@@ -91,76 +95,65 @@ class Candidate:
     settings: dict[str, Any]
 
 
-Inputs = tuple[torch.Tensor, ...]
-
-
-def build(
-    engine: str, subject: Subject, plan: Plan, device: torch.device, inputs: Inputs
-) -> Candidate:
+def build(engine: str, subject: Subject, plan: Plan, device: torch.device, inputs: Inputs) -> Built:
     """`subject` under `engine` as `plan` says; the process group is there already."""
-    model = subject.build()
-    if engine == "torch":
-        return _build_torch(model, subject, plan, device, inputs)
-    shard(model, plan)
-    with warnings.catch_warnings():
-        # torch's initialisers warn of DTensors on a host; `_fill` replaces what they draw.
-        warnings.simplefilter("ignore", UserWarning)
-        materialize(model, device)
-    _fill(model)
-    optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
-    resolved = engine_of(model).plan
-    assert resolved is not None
-    divisor = plan.world  # shardwise sums over ranks
+    ours = engine == "shardwise"
+    model, settings = (_wrap_ours if ours else _wrap_torch)(subject.build(), plan, device)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    if ours:
+        optimizer = local(optimizer)
+    cast: Callable[[], Any] = contextlib.nullcontext
+    if isinstance(model, DistributedDataParallel) and plan.compute_dtype:
+        cast = functools.partial(torch.autocast, device.type, dtype=DTYPES[plan.compute_dtype])
+
+    def loss() -> torch.Tensor:
+        with cast():
+            mean = subject.loss(model, inputs)
+        return mean / plan.world if ours else mean  # shardwise sums over ranks, torch averages
 
     def step() -> None:
         optimizer.zero_grad()
-        (subject.loss(model, inputs) / divisor).backward()
+        loss().backward()
         optimizer.step()
 
-    settings = {"plan": resolved.title, "units": len(resolved.require_units())}
-    return Candidate(model, step, settings | {"optimizer": "local(AdamW)"})
+    return Built(model, step, settings | {"optimizer": "local(AdamW)" if ours else "AdamW"})
 
 
 def check_torch(plan: Plan) -> None:
     """Error if torch has no engine for the Plan."""
-    row = plan.inner if plan.name == "hsdp" else plan.name
-    if row not in TORCH_PLANS:
+    if plan.strategy not in [STRATEGIES[name] for name in TORCH_PLANS]:
         raise UserError(
             f"torch has no engine for {plan.title}: it has {', '.join(TORCH_PLANS)}, and hsdp over "
             "zero2 or zero3; use --engine shardwise"
         )
 
 
-def _build_torch(
-    model: nn.Module, subject: Subject, plan: Plan, device: torch.device, inputs: Inputs
-) -> Candidate:
-    compute = DTYPES[plan.compute_dtype] if plan.compute_dtype else None
-    cast: Callable[[], Any] = contextlib.nullcontext
-    if plan.name == "ddp":
-        model.to_empty(device=device)
-        _fill(model)
-        model = DistributedDataParallel(model)
-        settings: dict[str, Any] = {"wrap": "DistributedDataParallel, its defaults"}
-        if compute is not None:
-            settings["compute"] = f"autocast to {plan.compute_dtype}"
+def _wrap_ours(
+    model: nn.Module, plan: Plan, device: torch.device
+) -> tuple[nn.Module, dict[str, Any]]:
+    shard(model, plan)
+    with warnings.catch_warnings():
+        # torch's initialisers warn of DTensors on a host; `_fill` replaces what they draw.
+        warnings.simplefilter("ignore", UserWarning)
+        materialize(model, device)
+    _fill(model, device)
+    resolved = engine_of(model).plan
+    assert resolved is not None
+    return model, {"plan": resolved.title, "units": len(resolved.require_units())}
 
-            def cast() -> Any:
-                return torch.autocast(device.type, dtype=compute)
 
-    else:
+def _wrap_torch(
+    model: nn.Module, plan: Plan, device: torch.device
+) -> tuple[nn.Module, dict[str, Any]]:
+    if plan.name != "ddp":
         settings = _fully_shard(model, plan, device)
-        model.to_empty(device=device)
-        _fill(model)
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with cast():
-            loss = subject.loss(model, inputs)
-        loss.backward()
-        optimizer.step()
-
-    return Candidate(model, step, settings | {"optimizer": "AdamW"})
+    else:
+        settings = {"wrap": "DistributedDataParallel, its defaults"}
+        if plan.compute_dtype:
+            settings["compute"] = f"autocast to {plan.compute_dtype}"
+    model.to_empty(device=device)
+    _fill(model, device)
+    return (DistributedDataParallel(model) if plan.name == "ddp" else model), settings
 
 
 def _fully_shard(model: nn.Module, plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -173,9 +166,8 @@ def _fully_shard(model: nn.Module, plan: Plan, device: torch.device) -> dict[str
         param_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
         reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
     )
-    row = plan.inner if plan.name == "hsdp" else plan.name
     # None is torch's own choice: all but the root are resharded.
-    reshard = False if row == "zero2" else None
+    reshard = False if plan.strategy.parameters == "step" else None
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     for module in (*layers, model):
@@ -184,14 +176,11 @@ def _fully_shard(model: nn.Module, plan: Plan, device: torch.device) -> dict[str
 
 
 @torch.no_grad()
-def _fill(model: nn.Module) -> None:
+def _fill(model: nn.Module, device: torch.device) -> None:
     """Small random numbers everywhere: a GPU's clock depends on the values it multiplies."""
-    generator: dict[torch.device, torch.Generator] = {}
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
     for tensor in (*model.parameters(), *model.buffers()):
-        own = local_of(tensor)
-        if own.device not in generator:
-            generator[own.device] = torch.Generator(own.device).manual_seed(dist.get_rank())
         if tensor.ndim > 1:
-            own.normal_(std=0.02, generator=generator[own.device])
+            local_of(tensor).normal_(std=0.02, generator=generator)
         else:
-            own.fill_(1.0)
+            local_of(tensor).fill_(1.0)

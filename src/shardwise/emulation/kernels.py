@@ -29,22 +29,22 @@ def deliver(target, source, jobs, rows, BLOCK: tl.constexpr, ALIGNED: tl.constex
             place += row
 
 
-@triton.jit(do_not_specialize=["source_size", "total", "keep_from", "keep_to"])
-def carry(
+@triton.jit(do_not_specialize=["source_size", "total", "write_from", "write_to"])
+def move_evenly(
     target,
     source,
     source_size,
     total,
-    keep_from,
-    keep_to,
+    write_from,
+    write_to,
     after_ns,
     moving_ns,
     CHUNK: tl.constexpr,
 ):
     """The data moved at an even rate by all blocks of the grid, as a communication library's kernel
     does, from `after_ns` on for `moving_ns`, by the GPU's nanosecond clock. Element i of `total` is
-    read from source[i % source_size]; those in [keep_from, keep_to) are written to target, from its
-    start. A chunk has its part of the time, and what it does not need of that it stays for.
+    read from source[i % source_size]; those in [write_from, write_to) are written to target, from
+    its start. A chunk has its part of the time, and stays for what it does not need of that.
     """
     chunks = tl.cdiv(total, CHUNK)
     began = globaltimer() + after_ns.to(tl.int64)
@@ -55,7 +55,7 @@ def carry(
         read = (start % source_size).to(tl.uint32) + tl.arange(0, CHUNK).to(tl.uint32)
         i = start + tl.arange(0, CHUNK)
         values = tl.load(source + read % source_size.to(tl.uint32), mask=i < total)
-        tl.store(target + i - keep_from, values, mask=(i >= keep_from) & (i < keep_to))
+        tl.store(target + i - write_from, values, mask=(i >= write_from) & (i < write_to))
         _stay_until(began + (moving_ns * ((chunk + 1).to(tl.float32) / chunks)).to(tl.int64))
     _stay_until(began + moving_ns.to(tl.int64))
 

@@ -19,23 +19,24 @@ than the device, the plain step says so, and there the network costs less than i
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.emulation.collectives import Emulation, Mode, NetworkModel, emulate
+from shardwise.emulation.collectives import Emulation, emulate
+from shardwise.emulation.device import Mode
 from shardwise.emulation.engines import Inputs, Subject, build
-from shardwise.emulation.exposure import Exposure
+from shardwise.emulation.exposure import Exposure, Message
+from shardwise.emulation.networks import NetworkModel
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -89,13 +90,22 @@ class Figures:
 
 
 @contextmanager
-def joined(rank: int, world: int) -> Iterator[None]:
-    """This process as `rank` of `world`; nothing is sent."""
+def fake_group(rank: int, world: int) -> Iterator[None]:
+    """A process group in which nothing is sent, while it is open."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def joined(rank: int, world: int) -> Iterator[None]:
+    """This process as `rank` of `world`, as it is emulated."""
     if dist.is_initialized():
         raise UserError("a process group is open already; emulate in a process of its own")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     # torch's profiler, which counts allocations, otherwise announces itself on every start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Fabricated gradients may get very small; denormal numbers would cost time of their own.
@@ -103,11 +113,11 @@ def joined(rank: int, world: int) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of a host's cores, a rank has one
     try:
-        yield
+        with fake_group(rank, world):
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
-        dist.destroy_process_group()
 
 
 def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
@@ -142,17 +152,33 @@ def _free_bytes(device: torch.device) -> int | None:
         return None
 
 
+@dataclass
+class _Taken:
+    """What was measured of one engine, in all its builds."""
+
+    # By the emulation's mode; `ahead_ms` and `exposures` are of steps with the host ahead.
+    samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    ahead_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    exposures: dict[str, list[Exposure]] = field(default_factory=lambda: defaultdict(list))
+    peaks: list[tuple[int, int]] = field(default_factory=list)  # allocated, reserved
+    # Of the last build's step.
+    calls: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
 def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Figures]:
     """The figures of each engine; two take turns, BLOCKS times each. The process group is open."""
     inputs = job.subject.draw_inputs(job.device)
     blocks = BLOCKS if len(engines) > 1 else 1
-    taken: dict[str, list[_Block]] = {engine: [] for engine in engines}
+    rounds = max(2, -(-job.steps // blocks))
+    taken = {engine: _Taken() for engine in engines}
     with emulate(job.network, job.occupancy) as emulation:
         for i in range(blocks):
             for engine in engines:
                 say(f"{engine}: {job.subject.name}, {job.network_name}, round {i + 1} of {blocks}")
                 try:
-                    taken[engine].append(_run_block(job, engine, inputs, emulation, blocks))
+                    _run_block(job, engine, inputs, emulation, rounds, taken[engine])
                 except torch.OutOfMemoryError as error:
                     smaller = "--batch or --seq" if job.subject.batch > 1 else "--seq"
                     ways = [f"use a smaller {smaller}", *ways_to_keep_less(job.plan)]
@@ -161,59 +187,46 @@ def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Figures]:
                         f"{job.subject.length} tokens: {', or '.join(ways)} "
                         f"({str(error).splitlines()[0]})"
                     ) from error
-    return [_combine(engine, taken[engine]) for engine in engines]
+    return [_sum_up(engine, taken[engine]) for engine in engines]
 
 
-@dataclass
-class _Block:
-    """What one build of an engine gave."""
-
-    samples: dict[str, list[Sample]]  # by mode
-    ahead: dict[str, list[float]]  # the same with the host ahead, ms
-    exposures: dict[str, list[Exposure]]  # of those
-    peak: int
-    reserved: int
-    calls: Counter[str]
-    sent: Counter[str]
-    settings: dict[str, Any]
-
-
-def _run_block(job: Job, engine: str, inputs: Inputs, emulation: Emulation, blocks: int) -> _Block:
+def _run_block(
+    job: Job, engine: str, inputs: Inputs, emulation: Emulation, rounds: int, taken: _Taken
+) -> None:
+    """Build the engine and add what its steps take, in each mode in turn."""
     cuda = job.device.type == "cuda"
     left, held = (footprint.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
-    candidate = build(engine, job.subject, job.plan, job.device, inputs)
-    step = candidate.step
-    rounds = max(2, -(-job.steps // blocks))
-    timer = timing.time_on_cuda if cuda else timing.time_on_host(_nothing)
+    built = build(engine, job.subject, job.plan, job.device, inputs)
+    timer = timing.time_on_cuda if cuda else timing.time_on_host(lambda: None)
     # Only kernels that occupy the device can go on without being waited for.
     modes = MODES if cuda and job.occupancy else ("network", "free")
-    steps = {mode: _in_mode(emulation, mode, step) for mode in modes}
+    steps = {mode: _in_mode(emulation, mode, built.step) for mode in modes}
     plain = {mode: steps[mode] for mode in ("network", "free")}
     samples = timing.alternate(plain, rounds, WARMUP, timer)
-    ahead: dict[str, list[float]] = {mode: [] for mode in steps}
-    exposures: dict[str, list[Exposure]] = {mode: [] for mode in steps}
+    for mode in plain:
+        taken.samples[mode] += samples[mode]
     for i in range(rounds):
         for mode in modes if i % 2 else modes[::-1]:
             took, exposure = _step_ahead(job.device, emulation, steps[mode], samples["network"])
-            ahead[mode].append(took)
-            exposures[mode].append(exposure)
+            taken.ahead_ms[mode].append(took)
+            taken.exposures[mode].append(exposure)
     emulation.calls.clear()
     emulation.sent.clear()
-    peak = reserved = 0
     if cuda:
-        allocated, reserved = footprint.peaks_on_cuda(step)
-        peak, reserved = allocated - left, reserved - held
+        allocated, reserved = footprint.peaks_on_cuda(built.step)
+        taken.peaks.append((allocated - left, reserved - held))
     else:
-        step()
-    calls, sent, settings = emulation.calls.copy(), emulation.sent.copy(), candidate.settings
-    if not calls and job.plan.world > 1:
+        built.step()
+    taken.calls, taken.sent = dict(emulation.calls), dict(emulation.sent)
+    taken.settings = built.settings
+    if not taken.calls and job.plan.world > 1:
         raise RuntimeError(f"no collective of {engine} went over the emulated network")
-    del candidate, step, steps, plain
+    del built, steps, plain
     if not cuda:
         peak = footprint.peak_on_cpu(
             lambda: build(engine, job.subject, job.plan, job.device, inputs).step
         )
-    return _Block(samples, ahead, exposures, peak, reserved, calls, sent, settings)
+        taken.peaks.append((peak, 0))
 
 
 def profile(job: Job, engine: str, directory: Path, cluster: str, steps: int = 3) -> None:
@@ -225,12 +238,12 @@ def profile(job: Job, engine: str, directory: Path, cluster: str, steps: int = 3
     inputs = job.subject.draw_inputs(job.device)
     title = f"{engine}, {job.plan.title}, network emulated: {job.network_name}"
     with emulate(job.network, job.occupancy):
-        candidate = build(engine, job.subject, job.plan, job.device, inputs)
+        built = build(engine, job.subject, job.plan, job.device, inputs)
         for _ in range(WARMUP):
-            candidate.step()
-        with start_profile(candidate.model, steps, title=title) as measured:
+            built.step()
+        with start_profile(built.model, steps, title=title) as measured:
             for _ in range(steps):
-                candidate.step()
+                built.step()
     measured.write(directory, cluster)
 
 
@@ -259,34 +272,32 @@ def _step_ahead(
     return timing.time_ahead(step, hold, samples, emulation.measure(device))
 
 
-def _combine(engine: str, blocks: list[_Block]) -> Figures:
-    def samples(name: str) -> list[Sample]:
-        return [sample for block in blocks for sample in block.samples[name]]
-
-    def ahead(name: str) -> list[float]:
-        return [took for block in blocks for took in block.ahead[name]]
-
-    def exposures(name: str) -> list[Exposure]:
-        return [exposure for block in blocks for exposure in block.exposures[name]]
-
+def _sum_up(engine: str, taken: _Taken) -> Figures:
     def difference(first: str, second: str) -> list[float]:
         """Of steps that ran one right after the other: the device's clock rate drifts."""
-        return [a - b for a, b in zip(ahead(first), ahead(second), strict=True)]
+        pairs = zip(taken.ahead_ms[first], taken.ahead_ms[second], strict=True)
+        return [a - b for a, b in pairs]
 
-    last = blocks[-1]
-    waitless = "unwaited" if "unwaited" in last.ahead else "free"
-    waited = {mode: [each.waited_s * 1e3 for each in exposures(mode)] for mode in last.ahead}
+    waitless = "unwaited" if "unwaited" in taken.ahead_ms else "free"
+    waited = {
+        mode: [exposure.waited_s * 1e3 for exposure in exposures]
+        for mode, exposures in taken.exposures.items()
+    }
     exposed = [a - b for a, b in zip(waited["network"], waited[waitless], strict=True)]
     counterfactual = difference("network", "free")
     # Only the first block makes the libraries' workspaces; the others find them there.
-    peak, reserved = (min(getattr(b, name) for b in blocks) for name in ("peak", "reserved"))
-    by_exposed = sorted(exposures("network"), key=lambda exposure: exposure.exposed_s)
+    peak, reserved = (min(values) for values in zip(*taken.peaks, strict=True))
+    by_exposed = sorted(taken.exposures["network"], key=lambda exposure: exposure.exposed_s)
     return Figures(
         engine,
         Side.of(
-            samples("network"), peak, sum(last.calls.values()), ahead("network"), reserved or None
+            taken.samples["network"],
+            peak,
+            sum(taken.calls.values()),
+            taken.ahead_ms["network"],
+            reserved or None,
         ),
-        free_step_ms=statistics.median(sample.step_ms for sample in samples("free")),
+        free_step_ms=statistics.median(sample.step_ms for sample in taken.samples["free"]),
         exposed_ms=statistics.median(exposed),
         exposed_spread_ms=timing.spread(exposed),
         counterfactual_ms=statistics.median(counterfactual),
@@ -295,32 +306,29 @@ def _combine(engine: str, blocks: list[_Block]) -> Figures:
         contention_ms=statistics.median(difference(waitless, "free")),
         waited_ms=statistics.median(waited["network"]),
         free_waited_ms=statistics.median(waited["free"]),
-        calls=dict(last.calls),
-        bytes_by_collective=dict(last.sent),
-        settings=last.settings,
-        messages=sum_up(by_exposed[len(by_exposed) // 2]),
+        calls=taken.calls,
+        bytes_by_collective=taken.sent,
+        settings=taken.settings,
+        messages=_sum_up_messages(by_exposed[len(by_exposed) // 2]),
     )
 
 
-def sum_up(exposure: Exposure) -> list[dict[str, Any]]:
+def _sum_up_messages(exposure: Exposure) -> list[dict[str, Any]]:
     """The messages of a step by collective, ranks and size."""
-    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    alike: dict[tuple[str, int, int], list[Message]] = defaultdict(list)
     for message in exposure.messages:
-        key = (message.collective, message.ranks, message.nbytes)
-        row = found.setdefault(
-            key,
-            dict(zip(("collective", "ranks", "bytes"), key, strict=True))
-            | {"count": 0, "modelled_ms": 0.0, "taken_ms": 0.0, "exposed_ms": 0.0}
-            | {"least_ms": math.inf, "most_ms": 0.0},
-        )
-        row["count"] += 1
-        row["modelled_ms"] += message.modelled_s * 1e3
-        row["taken_ms"] += message.seconds * 1e3
-        row["exposed_ms"] += message.exposed_s * 1e3
-        row["least_ms"] = min(row["least_ms"], message.seconds * 1e3)
-        row["most_ms"] = max(row["most_ms"], message.seconds * 1e3)
-    return list(found.values())
-
-
-def _nothing() -> None:
-    return None
+        alike[message.collective, message.ranks, message.nbytes].append(message)
+    return [
+        {
+            "collective": collective,
+            "ranks": ranks,
+            "bytes": nbytes,
+            "count": len(messages),
+            "modelled_ms": sum(message.modelled_s for message in messages) * 1e3,
+            "taken_ms": sum(message.seconds for message in messages) * 1e3,
+            "exposed_ms": sum(message.exposed_s for message in messages) * 1e3,
+            "least_ms": min(message.seconds for message in messages) * 1e3,
+            "most_ms": max(message.seconds for message in messages) * 1e3,
+        }
+        for (collective, ranks, nbytes), messages in alike.items()
+    ]

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.description.links import slowdown
 from shardwise.predict.program import Program
 from shardwise.timeline import COMPUTE, MEMORY_ROLES, MemoryCurve, Span, Timeline
 
@@ -46,7 +47,7 @@ class _State:
 
 
 @dataclass
-class _Transfer:
+class _Collective:
     """A collective under way: who has arrived, and how much is left."""
 
     seconds: float
@@ -81,8 +82,8 @@ class _Loop:
             )
         self.events: list[tuple[float, int, Callable[..., None], tuple]] = []
         self.order = itertools.count()
-        self.transfers: dict[tuple[str, tuple[int, ...], int], _Transfer] = {}
-        self.on_link: dict[tuple[int, str], list[_Transfer]] = defaultdict(list)
+        self.transfers: dict[tuple[str, tuple[int, ...], int], _Collective] = {}
+        self.on_link: dict[tuple[int, str], list[_Collective]] = defaultdict(list)
         self.spans: list[Span] = []
 
     def run(self) -> None:
@@ -182,7 +183,7 @@ class _Loop:
         state.calls[op.group] += 1
         transfer = self.transfers.get(key)
         if transfer is None:
-            transfer = self.transfers[key] = _Transfer(op.seconds, op.link, members)
+            transfer = self.transfers[key] = _Collective(op.seconds, op.link, members)
         transfer.arrived[number] = (i, now)
         if len(transfer.arrived) < len(members):
             return
@@ -194,25 +195,26 @@ class _Loop:
             self._share_links(now, transfer)
         self._schedule_transfer(now, transfer)
 
-    def _share_links(self, now: float, changed: _Transfer) -> None:
-        """Transfers of the same ranks over the same link each get an equal part of it."""
+    def _share_links(self, now: float, changed: _Collective) -> None:
+        """Transfers of the same ranks over the same link, each of which fills it, share it."""
         touched = {
             id(t): t for member in changed.members for t in self.on_link[member, changed.link]
         }
         for transfer in touched.values():
-            rate = 1.0 / max(len(self.on_link[m, transfer.link]) for m in transfer.members)
+            in_use = (len(self.on_link[m, transfer.link]) for m in transfer.members)
+            rate = 1.0 / slowdown(in_use)
             if rate != transfer.rate:
                 transfer.left -= (now - transfer.since) * transfer.rate
                 transfer.since, transfer.rate = now, rate
                 if transfer is not changed:
                     self._schedule_transfer(now, transfer)
 
-    def _schedule_transfer(self, now: float, transfer: _Transfer) -> None:
+    def _schedule_transfer(self, now: float, transfer: _Collective) -> None:
         transfer.version += 1
         done = now + max(0.0, transfer.left) / transfer.rate
         self._at(done, self._transferred, transfer, transfer.version)
 
-    def _transferred(self, now: float, transfer: _Transfer, version: int) -> None:
+    def _transferred(self, now: float, transfer: _Collective, version: int) -> None:
         if version != transfer.version:
             return
         transfer.version += 1

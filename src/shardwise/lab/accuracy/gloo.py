@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.calibration.device import calibrate
+from shardwise.calibration.calibrate import calibrate
 from shardwise.children import spawn_ranks
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload

@@ -1,4 +1,4 @@
-"""What `shardwise calibrate` measures, on each rank: rates of products, memory, collectives, host.
+"""What `shardwise calibrate` measures on each rank: rates of products, memory, collectives, host.
 
 Every figure is the median of several samples; its error bar is their interquartile range. On a
 busy machine, by request, it is the quickest of many short samples instead: those that nothing else
@@ -8,6 +8,8 @@ disturbed. Ranks measure together, each on its own cores, because that is how th
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,13 +21,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.description.cluster import COLLECTIVES
-from shardwise.engine import torch_private
+from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
+from shardwise.emulation.check import call_collective
+from shardwise.emulation.run import fake_group
+from shardwise.engine.api import shard
+from shardwise.planning.plan import Plan
+from shardwise.predict.describe import describe
 from shardwise.profiling.timing import spread
 
 Tell = Callable[[str], None]
 LAUNCH_CYCLES = 40_000  # of a GPU, while its host launches one kernel: about 20 us
 MOST_LAUNCHES = 400  # fewer than a stream holds before the host has to wait
+HOST_WORLD = 8  # ranks of the fake group that the host's own work is measured with
+CAST_BYTES = 2**10  # of a bucket there: a block of the chain, as a unit is where things are sharded
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,19 @@ class Sampled:
     value: float
     spread: float
 
+    def above(self, less: Sampled, times: int = 1) -> Sampled:
+        """What this has above `less`, for each of so many times."""
+        return Sampled(
+            max(0.0, self.value - less.value) / times, (self.spread + less.spread) / times
+        )
 
+    def as_rate(self, work: float) -> Sampled:
+        """So much work per second, where this is seconds; its error bar at first order."""
+        rate = work / self.value
+        return Sampled(rate, rate * self.spread / self.value)
+
+
+NOTHING = Sampled(0.0, 0.0)
 Timer = Callable[[Callable[[], Any]], Sampled]
 
 
@@ -104,37 +124,44 @@ QUICK = Effort(
 
 @dataclass
 class Findings:
-    """What rank 0 tells."""
+    """What was measured of a device, and of its links if there are any."""
 
-    matmul: dict[str, list[tuple[int, int, int, Sampled]]] = field(default_factory=dict)
-    attention: dict[str, Sampled] = field(default_factory=dict)  # FLOP/s
-    copy: Sampled | None = None  # bytes read and written per second
-    kernel: Sampled | None = None
-    collectives: list[tuple[str, int, Sampled]] = field(default_factory=list)
-    issue: Sampled | None = None  # of one collective, host seconds
-    share: Sampled | None = None
+    matmul: dict[str, list[MatmulPoint]]
+    attention: dict[str, Sampled]  # FLOP/s
+    copy: Sampled  # bytes read and written per second
+    kernel: Sampled  # seconds of the shortest one
+    collectives: list[CollectivePoint] = field(default_factory=list)  # of each kind, by bytes
+    issue: Sampled = NOTHING  # of one collective, host seconds
+    share: Sampled = NOTHING  # of the compute, that communication takes
+
+
+@dataclass(frozen=True)
+class HostFindings:
+    """Seconds of the host."""
+
+    op: Sampled  # one operator, forward or backward
+    unit: Sampled  # one gather, or one reduce, of a unit: the engine's own work
+    cast: Sampled  # one cast of a unit that is not sharded
 
 
 def measure_device(device: str, effort: Effort, ready: Callable[[], None], tell: Tell) -> Findings:
     """Products, attention, copies and the shortest kernel of one device. `ready` is called before
     each sample: a barrier of the ranks.
     """
-    found = Findings()
     timer = _timer(device, effort, ready)
+    matmul, attention = {}, {}
     for dtype in effort.dtypes:
         tell(f"matrix products in {dtype}")
-        found.matmul[dtype] = _measure_products(device, dtype, effort, timer)
+        matmul[dtype] = _measure_products(device, dtype, effort, timer)
         tell(f"attention in {dtype}")
-        found.attention[dtype] = _measure_attention(device, dtype, effort, timer)
+        attention[dtype] = _measure_attention(device, dtype, effort, timer)
     tell("memory bandwidth")
     source = torch.ones(effort.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
-    moved = 2 * source.nbytes
-    found.copy = _invert(timer(lambda: target.copy_(source)), moved)
+    copy = timer(lambda: target.copy_(source)).as_rate(2 * source.nbytes)
     tell("the shortest kernel")
     tiny = torch.zeros(8, device=device)
-    found.kernel = timer(lambda: tiny.add_(1.0))
-    return found
+    return Findings(matmul, attention, copy, timer(lambda: tiny.add_(1.0)))
 
 
 def measure_links(found: Findings, effort: Effort, tell: Tell) -> None:
@@ -143,9 +170,13 @@ def measure_links(found: Findings, effort: Effort, tell: Tell) -> None:
     for kind in COLLECTIVES:
         tell(kind.replace("_", "-"))
         for nbytes in effort.sizes:
-            call = _collective(kind, nbytes, ranks)
-            samples = [_slowest(call) for _ in range(effort.samples + 2)][2:]
-            found.collectives.append((kind, nbytes, effort.pick(samples)))
+            numel = max(ranks, nbytes // 4 // ranks * ranks)
+            whole, part = torch.ones(numel), torch.ones(numel // ranks)
+            call = functools.partial(call_collective, kind, whole, part)
+            taken = effort.pick([_time_together(call) for _ in range(effort.samples + 2)][2:])
+            found.collectives.append(
+                CollectivePoint(kind, ranks, nbytes, taken.value, taken.spread)
+            )
     tell("issuing a collective")
     small = torch.zeros(ranks)
     issued = []
@@ -160,8 +191,51 @@ def measure_links(found: Findings, effort: Effort, tell: Tell) -> None:
     found.share = _measure_share(effort)
 
 
+def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
+    """Host seconds of an operator of the model, and of the engine's work for a unit: a chain of
+    tiny blocks, bare and sharded over a group in which nothing is sent; and, replicated there, cast
+    before each forward.
+    """
+    tell("the host: operators")
+    x = torch.randn(4, 8, device=device)
+    low = x.bfloat16()
+    bare = _Chain().to(device)
+    described = describe(bare, x, device=device)
+    launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
+    _, bare_step = _time_steps(bare, x, effort)
+    low_forward, _ = _time_steps(_Chain().to(device).bfloat16(), low, effort)
+    tell("the host: the engine's units")
+    with fake_group(0, HOST_WORLD):
+        sharded = shard(_Chain().to(device), Plan.of("zero3", mesh=HOST_WORLD))
+        _, sharded_step = _time_steps(sharded, x, effort)
+        whole = Plan.of("ddp", HOST_WORLD, compute_dtype="bfloat16", bucket_bytes=CAST_BYTES)
+        casts = len(whole.resolve(bare).require_units())
+        cast_forward, _ = _time_steps(shard(_Chain().to(device), whole), low, effort)
+    moves = 3 * len(bare.blocks)  # gathered for forward and for backward, reduced once
+    return HostFindings(
+        op=bare_step.above(NOTHING, launches),
+        unit=sharded_step.above(bare_step, moves),
+        cast=cast_forward.above(low_forward, casts),
+    )
+
+
+def _time_steps(model: nn.Module, x: Tensor, effort: Effort) -> tuple[Sampled, Sampled]:
+    """Host seconds of a forward, and of it and its backward, until the calls return."""
+    forwards, steps = [], []
+    for _ in range(effort.samples + 3):
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        loss = model(x).sum()
+        forwards.append(time.perf_counter() - began)
+        loss.backward()
+        steps.append(time.perf_counter() - began)
+        model.zero_grad()
+    return effort.pick(forwards[3:]), effort.pick(steps[3:])  # the first ones warm up
+
+
 def _slowest_of_all(seconds: float) -> float:
-    """The same number on every rank: it decides how often they wait for each other."""
+    """The longest that any rank took: the same number on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return seconds
     slowest = torch.tensor(seconds, dtype=torch.float64)
@@ -169,78 +243,63 @@ def _slowest_of_all(seconds: float) -> float:
     return float(slowest)
 
 
+def _time_together(call: Callable[[], Any]) -> float:
+    """Seconds from a common start until the last rank is done."""
+    dist.barrier()
+    began = time.perf_counter()
+    call()
+    return _slowest_of_all(time.perf_counter() - began)
+
+
 def _timer(device: str, effort: Effort, ready: Callable[[], None]) -> Timer:
     """What times calls on this device."""
-    return _timer_on_cuda(effort) if device == "cuda" else _timer_on_host(effort, ready)
+    cuda = device == "cuda"
+    sample = _sample_on_cuda if cuda else functools.partial(_sample_on_host, ready)
+    first, most = (2, MOST_LAUNCHES) if cuda else (1, math.inf)
 
-
-def _timer_on_host(effort: Effort, ready: Callable[[], None]) -> Timer:
     def timer(call: Callable[[], Any]) -> Sampled:
         """Seconds of one call, repeated often enough for the clock."""
-        call()
-        began = time.perf_counter()
-        call()
-        once = _slowest_of_all(time.perf_counter() - began)
-        times = max(1, int(effort.seconds / max(once, 1e-7)))
-        samples = []
-        for _ in range(1 if once > effort.longest_s else effort.samples):
-            ready()
-            began = time.perf_counter()
-            for _ in range(times):
-                call()
-            samples.append((time.perf_counter() - began) / times)
-        return effort.pick(samples)
-
-    return timer
-
-
-def _timer_on_cuda(effort: Effort) -> Timer:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def sample(call: Callable[[], Any], times: int) -> float:
-        # Launches queue up behind a spin, so that the host's own time is not measured. Between long
-        # kernels it is next to nothing: the clock is that of a device under load.
-        torch.cuda._sleep(times * LAUNCH_CYCLES)
-        start.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / times
-
-    def timer(call: Callable[[], Any]) -> Sampled:
-        """Device seconds of one call."""
-        sample(call, 2)
-        once = sample(call, 2)
-        times = max(1, min(MOST_LAUNCHES, int(effort.seconds / max(once, 1e-7))))
+        sample(call, first)
+        # Ranks repeat it equally often: they wait for each other.
+        once = _slowest_of_all(sample(call, first))
+        times = max(1, int(min(most, effort.seconds / max(once, 1e-7))))
         count = 1 if once > effort.longest_s else effort.samples
         return effort.pick([sample(call, times) for _ in range(count)])
 
     return timer
 
 
-def _invert(seconds: Sampled, work: float) -> Sampled:
-    """A rate from a time, its error bar at first order."""
-    rate = work / seconds.value
-    return Sampled(rate, rate * seconds.spread / seconds.value)
+def _sample_on_host(ready: Callable[[], None], call: Callable[[], Any], times: int) -> float:
+    ready()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - began) / times
 
 
-def _measure_products(
-    device: str, dtype: str, effort: Effort, timer: Timer
-) -> list[tuple[int, int, int, Sampled]]:
-    rows = []
+def _sample_on_cuda(call: Callable[[], Any], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Launches queue up behind a spin, so that the host's own time is not measured. Between long
+    # kernels it is next to nothing: the clock is that of a device under load.
+    torch.cuda._sleep(times * LAUNCH_CYCLES)
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
+
+
+def _measure_products(device: str, dtype: str, effort: Effort, timer: Timer) -> list[MatmulPoint]:
+    points = []
     for m, n, k in effort.shapes:
         a = torch.randn(m, k, device=device).to(getattr(torch, dtype))
         b = torch.randn(n, k, device=device).to(a.dtype)
         out = torch.empty(m, n, device=device, dtype=a.dtype)
         # The weight as it lies in a linear layer: transposed.
-        seconds = timer(_bind(torch.mm, a, b.t(), out))
-        rows.append((m, n, k, _invert(seconds, 2.0 * m * n * k)))
-    return rows
-
-
-def _bind(product: Any, a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Any]:
-    return lambda: product(a, b, out=out)
+        rate = timer(functools.partial(torch.mm, a, b.t(), out=out)).as_rate(2.0 * m * n * k)
+        points.append(MatmulPoint(m, n, k, rate.value, rate.spread))
+    return points
 
 
 def _measure_attention(device: str, dtype: str, effort: Effort, timer: Timer) -> Sampled:
@@ -257,27 +316,7 @@ def _measure_attention(device: str, dtype: str, effort: Effort, timer: Timer) ->
         functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
 
     flops = (2 + 5) * 2.0 * batch * heads * length * length * width / 2
-    return _invert(timer(step), flops)
-
-
-def _collective(kind: str, nbytes: int, ranks: int) -> Callable[[], Any]:
-    numel = max(ranks, nbytes // 4 // ranks * ranks)
-    whole, part = torch.ones(numel), torch.ones(numel // ranks)
-    if kind == "all_gather":
-        return lambda: torch_private.all_gather(whole, part, None).wait()
-    if kind == "reduce_scatter":
-        return lambda: torch_private.reduce_scatter(part, whole, None).wait()
-    return lambda: dist.all_reduce(whole)
-
-
-def _slowest(call: Callable[[], Any]) -> float:
-    """Seconds from a common start until the last rank is done."""
-    dist.barrier()
-    began = time.perf_counter()
-    call()
-    taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+    return timer(step).as_rate(flops)
 
 
 def _measure_share(effort: Effort) -> Sampled:
@@ -293,7 +332,7 @@ def _measure_share(effort: Effort) -> Sampled:
 
     shares = []
     dist.barrier()
-    moving = _slowest(lambda: dist.all_reduce(big))
+    moving = _time_together(lambda: dist.all_reduce(big))
     count = max(1, int(moving / max(products(10) / 10, 1e-7)))
     for _ in range(effort.samples):
         dist.barrier()
@@ -307,7 +346,7 @@ def _measure_share(effort: Effort) -> Sampled:
     return Sampled(statistics.median(shares), spread(shares))  # a ratio: no sample is undisturbed
 
 
-class Chain(nn.Module):
+class _Chain(nn.Module):
     """Small blocks, so that what counts is the host."""
 
     def __init__(self, blocks: int = 8, width: int = 8) -> None:

@@ -1,0 +1,241 @@
+"""`shardwise calibrate`: measures this machine and makes the Cluster that describes it.
+
+On a CPU it starts gloo ranks by itself and measures on all of them at once; on a GPU it measures
+one device, and takes the links from a packaged cluster, because one GPU has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import threading
+from dataclasses import dataclass
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from shardwise.calibration.measure import (
+    CPU,
+    CUDA,
+    QUICK,
+    Effort,
+    Findings,
+    HostFindings,
+    Sampled,
+    Tell,
+    measure_device,
+    measure_host,
+    measure_links,
+)
+from shardwise.children import spawn_ranks
+from shardwise.description.cluster import (
+    Cluster,
+    Device,
+    Host,
+    Level,
+    MatmulPoint,
+    MatmulRate,
+    Protocol,
+)
+from shardwise.profiling.timing import describe_environment
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A measured cluster, with error bars by the dotted keys of its file."""
+
+    cluster: Cluster
+    spreads: dict[str, float]
+
+
+def calibrate(
+    name: str,
+    *,
+    device: str = "cpu",
+    ranks: int = 2,
+    links: str = "h200x8",
+    quick: bool = False,
+    busy: bool = False,
+    tell: Tell = lambda text: None,
+) -> Calibrated:
+    """Measure and describe. `tell` is called with what is measured next."""
+    effort = QUICK if quick else CUDA if device == "cuda" else CPU
+    if busy:
+        effort = effort.for_a_busy_machine()
+    how = "the quickest of many samples" if busy else "medians"
+    if device == "cuda":
+        found = measure_device("cuda", effort, lambda: None, tell)
+        host = measure_host("cuda", effort, tell)
+        return assemble(name, found, host, device, 1, Cluster.load(links), how)
+    found, host = _measure_on_ranks(ranks, effort, tell)
+    return assemble(name, found, host, device, ranks, None, how)
+
+
+def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings, HostFindings]:
+    """Start the ranks, pass on what rank 0 tells, and give what it found."""
+    reader, writer = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    results: list[tuple[Findings, HostFindings]] = []
+
+    def listen() -> None:
+        try:
+            while True:
+                told = reader.recv()
+                if isinstance(told, str):
+                    tell(told)
+                else:
+                    results.append(told)
+        except EOFError:  # nobody is left to tell anything
+            return
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn_ranks(_run_rank, (ranks, effort, folder, writer), ranks)
+        finally:
+            writer.close()
+    listener.join()
+    return results[0]
+
+
+def _run_rank(rank: int, ranks: int, effort: Effort, folder: str, writer: Connection) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    tell: Tell = writer.send if rank == 0 else (lambda text: None)
+    found = measure_device("cpu", effort, dist.barrier, tell)
+    if ranks > 1:
+        measure_links(found, effort, tell)
+    dist.barrier()
+    dist.destroy_process_group()
+    host = measure_host("cpu", effort, tell)  # all ranks at once: they share the machine
+    if rank == 0:
+        writer.send((found, host))
+
+
+def assemble(
+    name: str,
+    found: Findings,
+    host: HostFindings,
+    device: str,
+    ranks: int,
+    links: Cluster | None,
+    figures: str = "medians",
+) -> Calibrated:
+    """The Cluster of what was measured; with `links`, its levels and contention are that one's."""
+    facts = describe_environment()
+    where = facts["gpu"] if device == "cuda" else f"{facts['cpu']}, {facts['cores']} cores"
+    how = f"{ranks} ranks at once" if ranks > 1 else "one process"
+    measured = (
+        f"measured by shardwise calibrate, {date.today().isoformat()}, torch {facts['torch']}, "
+        f"{how}, {figures}, load {facts['load_at_start']} at the start"
+    )
+    book = _Book(measured)
+    rates = tuple(_make_rate(dtype, points, book) for dtype, points in found.matmul.items())
+    best = {rate.dtype: rate.peak for rate in rates}
+    shares = [found.attention[dtype].value / best[dtype] for dtype in found.attention]
+    made = Device(
+        name=where,
+        memory_bytes=book.note("device.memory_bytes", _memory(device, ranks), "the system says"),
+        bandwidth_bytes_per_s=book.sample("device.bandwidth_bytes_per_s", found.copy),
+        bandwidth_fraction=book.note("device.bandwidth_fraction", 1.0, "the rate was measured"),
+        kernel_s=book.sample("device.kernel_s", found.kernel),
+        matmul=rates,
+        attention_fraction=book.note(
+            "device.attention_fraction",
+            min(1.0, max(1e-3, sum(shares) / len(shares))),
+            f"{measured}: causal, forward and backward, over the best product",
+        ),
+    )
+    kernel_s = found.kernel.value if device == "cpu" else 0.0
+    served = Host(
+        # On a CPU the operator's time has its kernel in it.
+        op_s=book.sample("host.op_s", host.op.above(Sampled(kernel_s, 0.0))),
+        unit_s=book.sample("host.unit_s", host.unit),
+        collective_s=book.sample("host.collective_s", found.issue),
+        communicates=device == "cpu",
+        cast_s=book.sample("host.cast_s", host.cast),
+    )
+    if links is None:
+        levels: tuple[Level, ...] = (_make_level(found, ranks, book),)
+        contention = book.sample("contention.communication_share_of_compute", found.share)
+    else:
+        levels, contention = links.levels, links.communication_share_of_compute
+        served = dataclasses.replace(served, collective_s=links.host.collective_s)
+        for key, source in links.sources:
+            if key.startswith(("level.", "contention.", "host.collective_s")):
+                book.sources[key] = f"cluster {links.name}: {source}"
+                book.spreads.pop(key, None)
+    cluster = Cluster(name, made, levels, served, contention, tuple(book.sources.items()))
+    return Calibrated(cluster, book.spreads)
+
+
+class _Book:
+    """Sources and error bars, by key."""
+
+    def __init__(self, measured: str) -> None:
+        self.measured = measured
+        self.sources: dict[str, str] = {}
+        self.spreads: dict[str, float] = {}
+
+    def note(self, key: str, value: float, source: str) -> float:
+        self.sources[key] = source
+        return value
+
+    def sample(self, key: str, sampled: Sampled) -> float:
+        self.sources[key] = self.measured
+        self.spreads[key] = sampled.spread
+        return sampled.value
+
+
+def _make_rate(dtype: str, points: list[MatmulPoint], book: _Book) -> MatmulRate:
+    key = f"device.matmul.{dtype}"
+    best = max(points, key=lambda point: point.flops_per_s)
+    book.sources[f"{key}.points"] = book.measured
+    return MatmulRate(
+        dtype,
+        peak=book.sample(f"{key}.peak", Sampled(best.flops_per_s, best.spread)),
+        fraction=book.note(f"{key}.fraction", 1.0, "the peak is the best measured rate"),
+        points=tuple(points),
+    )
+
+
+def _make_level(found: Findings, ranks: int, book: _Book) -> Level:
+    """gloo: the measured table; beyond it, the bandwidth of its largest all-gather."""
+    gathers = [p for p in found.collectives if p.kind == "all_gather"]
+    bandwidth, step = 1e9, 1e-4
+    told = "assumed: one rank has nobody to talk to"
+    if gathers:
+        smallest, largest = gathers[0], gathers[-1]
+        bandwidth = largest.nbytes * (ranks - 1) / ranks / largest.seconds
+        step = smallest.seconds / (ranks - 1)
+        told = f"{book.measured}: from the largest and the smallest all-gather"
+        book.sources["level.0.points"] = book.measured
+    return Level(
+        name="gloo",
+        ranks=None,
+        bandwidth_bytes_per_s=book.note("level.0.bandwidth_bytes_per_s", bandwidth, told),
+        protocols=(
+            Protocol(
+                "gloo",
+                start_s=book.note("level.0.protocol.0.start_s", 0.0, "in the step"),
+                step_s=book.note("level.0.protocol.0.step_s", step, told),
+            ),
+        ),
+        points=tuple(found.collectives),
+    )
+
+
+def _memory(device: str, ranks: int) -> float:
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 8e9
+    return float(pages * size // ranks)
