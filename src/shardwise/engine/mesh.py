@@ -5,7 +5,7 @@ collective runs.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from shardwise.engine.control import PerWorld, control_of
 from shardwise.engine.torch_private import supported_devices, warn_if_untested
 from shardwise.planning.plan import Plan
 
-_AXES = ("replicate", "shard")
+AXES = ("replicate", "shard")
 
 
 @dataclass
@@ -40,6 +40,22 @@ class Mesh:
     def ranks(self) -> int:
         return self.replicate.size * self.shard.size
 
+    def separate_scatters(self, enable: bool) -> None:
+        """Reduce gradients in a process group of their own over the same ranks, or no longer."""
+        shard = self.shard
+        if not enable or shard.group is None:
+            self.scatter = shard
+            return
+        made = _scatter_groups.here
+        if shard.members not in made:
+            made[shard.members] = dist.new_group(
+                list(shard.members), use_local_synchronization=True
+            )
+        self.scatter = replace(shard, group=made[shard.members])
+
+
+_scatter_groups: PerWorld[dist.ProcessGroup] = PerWorld()
+
 
 def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
@@ -47,9 +63,9 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     own = plan.device_mesh
     if own is not None:
         _check_own(own, device)
-    both = shared_mesh(device.type, plan.mesh, _AXES) if own is None else own
+    both = shared_mesh(device.type, plan.mesh, AXES) if own is None else own
     only = "replicate" if plan.name == "ddp" else "shard"
-    axes = _AXES if both.ndim == 2 else (only,)
+    axes = AXES if both.ndim == 2 else (only,)
     k = plan.keep_after_forward
     # DTensors live on the caller's mesh, or on the axes that are there.
     seen = both if own is not None or plan.replicate > 1 else both["shard"]
@@ -68,7 +84,7 @@ def groups_on(
     unit together.
     """
     prepare(device)
-    replicate, shard = (_group(axis, mesh, axes) for axis in _AXES)
+    replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
     small = _mesh_of_neighbours(mesh, keep) if keep else None
     kept = _group("keep", small, ("outer", "keep")) if small is not None else None
     return Mesh(device, replicate, shard, seen or mesh, kept, small)

@@ -16,6 +16,7 @@ from shardwise.engine import torch_private
 from shardwise.engine.control import PerWorld
 from shardwise.engine.forms import Form, Nested
 from shardwise.engine.mesh import (
+    AXES,
     Mesh,
     check_backend,
     default_device,
@@ -23,7 +24,7 @@ from shardwise.engine.mesh import (
     shared_mesh,
     start_alone,
 )
-from shardwise.fsdp2.policies import DataParallelMeshDims
+from shardwise.engine.torch_private import DataParallelMeshDims
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,14 @@ class Axes:
     """
 
     mesh: DeviceMesh
-    names: tuple[str, ...]  # replicate, shard, or both
+    names: tuple[str, ...]  # of AXES, one or both
     dims: DataParallelMeshDims | None = None
     full: DeviceMesh | None = None
+    info: Any = None  # torch's FSDPMeshInfo that they come from
 
     @property
     def shard_size(self) -> int:
         return self.mesh.size(self.names.index("shard")) if "shard" in self.names else 1
-
-
-def _axes_of(mesh: DeviceMesh, shards: bool = True) -> Axes:
-    """A mesh of one axis, or of replicas of a shard axis."""
-    if mesh.ndim == 2 and shards:
-        return Axes(mesh, ("replicate", "shard"))
-    return Axes(mesh, ("shard",) if shards else ("replicate",))
 
 
 def default_mesh() -> DeviceMesh:
@@ -67,7 +62,7 @@ def find_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Axes:
             raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
         if mesh.ndim == 2 and mesh.mesh_dim_names is None:
             raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-        return _axes_of(mesh)
+        return Axes(mesh, AXES[-mesh.ndim :])
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
@@ -85,19 +80,10 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-# One Axes per torch FSDPMeshInfo that a shard_placement_fn returned, found again by identity.
-_of_infos: PerWorld[tuple[Any, Axes]] = PerWorld()
-
-
-def axes_of_info(info: Any, default: Axes) -> Axes:
+def axes_of_info(info: Any) -> Axes:
     """The axes of a parameter that has a mesh of its own (torch's FSDPMeshInfo)."""
-    if info.mesh is default.mesh:
-        return default
-    known = _of_infos.here.get(id(info))
-    if known is None or known[0] is not info:
-        known = (info, _axes_of(info.mesh, info.shard_mesh_dim is not None))
-        _of_infos.here[id(info)] = known
-    return known[1]
+    names = AXES[:1] if info.shard_mesh_dim is None else AXES[-info.mesh.ndim :]
+    return Axes(info.mesh, names, info=info)
 
 
 def check_distinct(several: list[Axes]) -> None:

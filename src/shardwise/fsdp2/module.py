@@ -205,7 +205,8 @@ class FSDPModule(TorchFSDPModule):
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Give reduce-scatters a process group of their own, so that they pass gathers by."""
-        memory.separate_scatter_groups([unit.mesh for unit in _units(self, recurse)], enable)
+        for unit in _units(self, recurse):
+            unit.mesh.separate_scatters(enable)
 
     # With what memory and calls
 
@@ -277,23 +278,21 @@ _classes: dict[type, type] = {}
 
 
 def become_sharded(module: nn.Module) -> None:
-    """Swap the module's class for one that is also an FSDPModule."""
+    """Swap the module's class for one that is also an FSDPModule. The methods that it and its bases
+    add to nn.Module's, but for `forward`, explain an error for reading sharded parameters.
+    """
     original = type(module)
     if original not in _classes:
-        methods = {name: _explained(method) for name, method in _methods(original)}
+        known = {*dir(nn.Module), *dir(FSDPModule)}
+        methods = {
+            name: _explained(method)
+            for base in reversed(original.__mro__)
+            if issubclass(base, nn.Module)
+            for name, method in vars(base).items()
+            if isinstance(method, FunctionType) and name not in known and name[:2] != "__"
+        }
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), methods)
     module.__class__ = _classes[original]
-
-
-def _methods(kind: type) -> Iterable[tuple[str, Callable[..., Any]]]:
-    """The methods that a class and its bases add to nn.Module's, but for `forward`."""
-    known = {*dir(nn.Module), *dir(FSDPModule)}
-    for base in reversed(kind.__mro__):
-        if base is nn.Module or not issubclass(base, nn.Module):
-            continue
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and name not in known and name[:2] != "__":
-                yield name, value
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:

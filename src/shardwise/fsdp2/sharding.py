@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwise.engine import guard, torch_private
 from shardwise.engine.api import bind, unbind
@@ -29,7 +29,6 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.policy import Policy
 from shardwise.engine.storage import Member
 from shardwise.engine.unit import Unit
-from shardwise.fsdp2.policies import MixedPrecisionPolicy
 
 _KEY = inspect.unwrap(fully_shard)  # under which torch's `fully_shard.state` looks
 NAME = _KEY.__name__

@@ -8,7 +8,7 @@ is usually still to come. Until then the first group keeps it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -27,11 +27,6 @@ class Home:
         self.sharding, self.member = weakref.ref(sharding), member
         self.elsewhere: Places = []  # places outside the call's modules
 
-    def is_inside(self, roots: Iterable[nn.Module]) -> bool:
-        """Whether all places known so far are in `roots`."""
-        inside = {id(module) for root in roots for module in root.modules()}
-        return all(id(m) in inside for m, _ in (*self.member.places, *self.elsewhere))
-
     def tie(self, places: Places) -> None:
         """Hang the sharded parameter in these places too; a group to come will cover them."""
         _, unit, at = self._find()
@@ -39,18 +34,18 @@ class Home:
             module._parameters[key] = unit.parameters.visible[at]
         self.elsewhere += places
 
-    def give_up(self, places: Places = []) -> Member:  # noqa: B006
-        """Take the parameter out of its unit, for one that covers `places` too."""
+    def give_up(self) -> Member:
+        """Take the parameter out of its unit, for one that covers all its places."""
         sharding, unit, at = self._find()
         pairs = zip(unit.parameters.members, unit.parameters.visible, strict=True)
         # Their rows are cut already.
         rest = [replace(member, original=visible, sharded=True) for member, visible in pairs]
         mine = rest.pop(at)
         sharding.units.remove(unit)
+        sharding.homes.remove(self)
         if rest:
-            smaller = Unit(unit.name, unit.modules, rest, unit.mesh, unit.options)
-            sharding.units.append(smaller)
-        return replace(mine, places=[*mine.places, *self.elsewhere, *places])
+            sharding.units.append(Unit(unit.name, unit.modules, rest, unit.mesh, unit.options))
+        return replace(mine, places=[*mine.places, *self.elsewhere])
 
     def check(self) -> None:
         """Error, as torch's, for a weight that no group covers."""
@@ -77,8 +72,8 @@ class Home:
 
 
 def home_of(parameter: nn.Parameter) -> Home | None:
-    home = parameter.__dict__.get("_shardwise_home")
-    return home if isinstance(home, Home) else None
+    home: Home | None = parameter.__dict__.get("_shardwise_home")
+    return home
 
 
 def note_homes(sharding: Sharding) -> None:
@@ -91,9 +86,10 @@ def note_homes(sharding: Sharding) -> None:
 
 
 def collect(roots: list[nn.Module]) -> Iterator[Member]:
-    """Weights that groups inside `roots` share with each other."""
+    """Weights of groups inside `roots` that other modules inside share."""
+    inside = {id(module) for root in roots for module in root.modules()}
     for sharding in shardings_in(*roots):
         for home in list(sharding.homes):
-            if home.elsewhere and home.is_inside(roots):
-                sharding.homes.remove(home)
+            places = [*home.member.places, *home.elsewhere]
+            if home.elsewhere and all(id(module) in inside for module, _ in places):
                 yield home.give_up()

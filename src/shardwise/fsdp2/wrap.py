@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import MethodType
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.engine.api import check_unplanned
 from shardwise.engine.extended import is_extended
-from shardwise.engine.hooks import node_of
-from shardwise.engine.storage import Member
-from shardwise.engine.unit import Unit, divide
+from shardwise.engine.storage import Member, Offload
+from shardwise.engine.torch_private import DataParallelMeshDims
+from shardwise.engine.unit import Options, Unit, divide
 from shardwise.fsdp2 import meshes, ties
 from shardwise.fsdp2.meshes import Axes
 from shardwise.fsdp2.module import FSDPModule, become_sharded
-from shardwise.fsdp2.policies import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    make_options,
-)
-from shardwise.fsdp2.sharding import NAME, Sharding, is_applied, sharding_of, state_of
+from shardwise.fsdp2.sharding import NAME, Sharding, is_applied, state_of
 
 Placed = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
@@ -95,7 +87,7 @@ def fully_shard(
     _move([p for p, _ in parameters], managed, groups.device)
     units: list[Unit] = []
     for members, own_axes in _group(modules, parameters, axes, shard_placement_fn):
-        options = make_options(mp_policy, offload_policy, keep)
+        options = _make_options(mp_policy, offload_policy, keep)
         own_groups = meshes.make_groups(own_axes, keep)
         unit = Unit(type(modules[0]).__name__, modules, members, own_groups, options)
         divide(options, options.dtypes(unit.parameters.dtype)[1], own_groups.ranks)
@@ -107,6 +99,25 @@ def fully_shard(
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _make_options(
+    precision: MixedPrecisionPolicy, offload: OffloadPolicy, keep: bool | int
+) -> Options:
+    """The options of one call. Gradients are reduced in the dtype they are computed in, unless the
+    policy says another.
+    """
+    host = None
+    if isinstance(offload, CPUOffloadPolicy):
+        host = Offload(offload.pin_memory and torch.cuda.is_available())
+    return Options(
+        compute_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+        precision=precision,
+        offload=host,
+        keep=keep,
+        stays_shown=True,
+    )
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
@@ -191,42 +202,52 @@ def _group(
     inside share across their groups comes here, to the lowest group that covers them all.
     """
     groups: dict[tuple[Any, ...], tuple[list[Member], Axes]] = {}
-    for member in ties.collect(roots):
-        key: tuple[Any, ...] = (member.original.dtype, id(axes), None)
-        groups.setdefault(key, ([], axes))[0].append(member)
-    for parameter, hangs in parameters:
-        dim, own_axes = _placement(parameter, axes, placement_fn)
-        home = ties.home_of(parameter)
-        if home is not None:
-            if not home.is_inside(roots):
-                home.tie(hangs)
-                continue
-            member = home.give_up(hangs)
-        else:
-            nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)
-            member = Member([hangs[0][1]], hangs, parameter, dim, nested)
-            _check_cut(member, own_axes)
+    others: dict[int, Axes] = {}
+
+    def add(member: Member, axes: Axes) -> None:
+        parameter = member.original
         # A parameter that brings its own all-gather travels alone.
         alone = id(parameter) if is_extended(parameter) else None
-        key = (parameter.dtype, id(own_axes), alone)
-        groups.setdefault(key, ([], own_axes))[0].append(member)
+        key = (parameter.dtype, id(axes), alone)
+        groups.setdefault(key, ([], axes))[0].append(member)
+
+    for parameter, hangs in parameters:
+        home = ties.home_of(parameter)
+        if home is not None:
+            home.tie(hangs)
+            continue
+        dim, own_axes = _placement(parameter, axes, placement_fn, others)
+        nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)
+        member = Member([hangs[0][1]], hangs, parameter, dim, nested)
+        if dim and member.shape[dim] % own_axes.shard_size:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: "
+                f"{torch.Size(member.shape)} (world size: {own_axes.shard_size})"
+            )
+        add(member, own_axes)
+    for member in ties.collect(roots):
+        add(member, axes)
     meshes.check_distinct([own_axes for _, own_axes in groups.values()])
     return list(groups.values())
 
 
 def _placement(
-    parameter: nn.Parameter, axes: Axes, placement_fn: Callable[[nn.Parameter], Any] | None
+    parameter: nn.Parameter,
+    axes: Axes,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    others: dict[int, Axes],
 ) -> tuple[int, Axes]:
-    """The dim to cut and the axes to cut it over; `placement_fn` may choose both."""
-    chosen = placement_fn(parameter) if placement_fn is not None else None
-    if chosen is None:
-        return 0, axes
+    """The dim to cut and the axes to cut it over; `placement_fn` may choose both. `others` has the
+    axes that it chose so far, by torch's FSDPMeshInfo.
+    """
+    chosen: Any = placement_fn(parameter) if placement_fn is not None else None
     info = getattr(chosen, "mesh_info", None)
     if info is not None:  # torch's ShardPlacementResult
-        axes = meshes.axes_of_info(info, axes)
+        if info.mesh is not axes.mesh:
+            axes = others.setdefault(id(info), meshes.axes_of_info(info))
         chosen = chosen.placement
-        if chosen is None:
-            return 0, axes
+    if chosen is None:
+        return 0, axes
     if not isinstance(chosen, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: {chosen}")
     dim = chosen.dim if chosen.dim >= 0 else chosen.dim + parameter.ndim
@@ -235,48 +256,3 @@ def _placement(
             f"Shard dim {chosen.dim} is invalid for {parameter.ndim}D tensor: {parameter.shape}"
         )
     return dim, axes
-
-
-def _check_cut(member: Member, axes: Axes) -> None:
-    if member.dim and member.shape[member.dim] % axes.shard_size:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {member.dim}: "
-            f"{torch.Size(member.shape)} (world size: {axes.shard_size})"
-        )
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method gather and free the module's parameters as `forward` does: of a module
-    that `fully_shard` was called on, or that a Plan's unit runs with (the model itself always is
-    one). Does nothing for any other.
-    """
-    if node_of(module) is None:
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    method = getattr(module, method_name)
-    # A deep copy of the module takes its method along: that one works on the copy.
-    is_own = isinstance(method, MethodType) and method.__self__ is module
-    function = method.__func__ if is_own else None
-
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        node = node_of(self)
-        assert node is not None
-        args, kwargs = node.before(self, args, kwargs)
-        run = method if function is None else MethodType(function, self)
-        return node.after(self, args, run(*args, **kwargs))
-
-    setattr(module, method_name, MethodType(call, module))
-
-
-def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Let several sharded models (the stages of a pipeline) use the same streams."""
-    shardings: list[Sharding] = []
-    for module in modules:
-        sharding = sharding_of(module) if isinstance(module, nn.Module) else None
-        if sharding is None:
-            raise ValueError(f"Expects list of FSDPModules but got {module}")
-        shardings.append(sharding)
-    for sharding in shardings[1:]:
-        sharding.share(shardings[0].get_lanes())
