@@ -83,7 +83,11 @@ def groups_on(
     DTensors on `seen`, or on the mesh itself. With `keep`, neighbours in groups of that size hold a
     unit together.
     """
-    prepare(device)
+    # What a process needs before its first sharded model: said or done once.
+    warn_if_untested()
+    gloo_threads.rest_at_exit()
+    if device.type == "cpu":
+        processor.settle()
     replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
     small = _mesh_of_neighbours(mesh, keep) if keep else None
     kept = _group("keep", small, ("outer", "keep")) if small is not None else None
@@ -103,14 +107,6 @@ def unsharded(mesh: Mesh) -> Mesh:
     """Groups for what every rank keeps whole: summed over all ranks, and seen on the same mesh."""
     everyone = Group("all", dist.group.WORLD, dist.get_world_size(), dist.get_rank(), None)
     return Mesh(mesh.device, everyone, Group("shard", None, 1, 0, None), mesh.device_mesh)
-
-
-def prepare(device: torch.device) -> None:
-    """What a process needs before its first sharded model: said or done once."""
-    warn_if_untested()
-    gloo_threads.rest_at_exit()
-    if device.type == "cpu":
-        processor.settle()
 
 
 # How launchers tell a process that it has company.

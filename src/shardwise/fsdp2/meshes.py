@@ -90,7 +90,8 @@ def check_distinct(several: list[Axes]) -> None:
     """Error where one process group is described twice: the two would wait for each other."""
     for i, ours in enumerate(several):
         for theirs in several[:i]:
-            if ours is not theirs and (ours.mesh, ours.names) == (theirs.mesh, theirs.names):
+            same = (ours.mesh, ours.names) == (theirs.mesh, theirs.names)
+            if same and ours.info is not theirs.info:
                 raise ValueError(
                     "Params sharing the same process group must use the same FSDPMeshInfo object, "
                     f"but got different objects for {ours.mesh}"

@@ -11,6 +11,8 @@ the state has no groups, and the end does it all.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -111,23 +113,28 @@ class Sharding(torch_private.FSDPState):
             if unit.prepared:
                 unit.lane = lanes.gather
 
-    def attach(self) -> None:
-        """Put the hooks on the modules again, and let them know."""
-        for node in self.nodes:
-            node.hang()
-        self._announce()
-
-    def detach(self) -> None:
-        """Take all of it off the modules again."""
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """Inside, the modules are as they were before the call, but for their parameters."""
         for node in self.nodes:
             node.unhang()
         for handle in self._handles:
             handle.remove()
+        classes = [type(module) for module in self.modules]
         for module in self.modules:
             unbind(module)
             del module.__dict__[torch_private.STATE_KEY][_KEY]
             del module.__dict__[torch_private.REGISTRY_KEY][NAME]
             torch_private.remove_module_state(module)
+            module.__class__ = type(module).__mro__[cast(Any, module)._orig_cls_mro_index]
+        try:
+            yield
+        finally:
+            for module, kind in zip(self.modules, classes, strict=True):
+                module.__class__ = kind
+            for node in self.nodes:
+                node.hang()
+            self._announce()
 
     def _announce(self) -> None:
         """Enter the modules as torch's `fully_shard` does. Whoever saves or loads finds the sharded
@@ -209,7 +216,7 @@ class Sharding(torch_private.FSDPState):
             for unit in self.units:
                 unit.options.keep = True
         units = [unit for sharding in shardings for unit in sharding.units]
-        _name(root, shardings)
+        _name_units(root, shardings)
         for unit in units:
             unit.is_root = unit in self.units
             unit.follow()
@@ -230,7 +237,7 @@ class Sharding(torch_private.FSDPState):
         return engine
 
 
-def _name(root: nn.Module, shardings: list[Sharding]) -> None:
+def _name_units(root: nn.Module, shardings: list[Sharding]) -> None:
     """Name parameters and units as the root does."""
     names: dict[tuple[int, str], list[str]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
@@ -273,26 +280,18 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     The copy starts as a model that has not run: its first forward forms an engine of its own.
     """
     shardings = shardings_in(module)
-    classes = {id(m): type(m) for sharding in shardings for m in sharding.modules}
     units = [unit for sharding in shardings for unit in sharding.units]
     for unit in units:
         if unit.prepared:
             unit.free()
-    for sharding in shardings:
-        sharding.detach()
-        for m in sharding.modules:
-            m.__class__ = type(m).__mro__[cast(Any, m)._orig_cls_mro_index]
-    try:
-        twin, copies = copy_module(module, units, memo)
-    finally:
+    with ExitStack() as stack:
         for sharding in shardings:
-            sharding.attach()
-            for m in sharding.modules:
-                m.__class__ = classes[id(m)]
+            stack.enter_context(sharding.taken_off())
+        twin, copies = copy_module(module, units, memo)
     for sharding in shardings:
         modules = [copies[id(m)] for m in sharding.modules]
         again = [repeat_unit(unit, copies) for unit in sharding.units]
         Sharding(modules, again, sharding.mesh, sharding.precision, sharding.auto_keep)
-        for m in sharding.modules:
-            copies[id(m)].__class__ = classes[id(m)]
+        for ours, theirs in zip(sharding.modules, modules, strict=True):
+            theirs.__class__ = type(ours)
     return twin

@@ -21,10 +21,13 @@ Places = list[tuple[nn.Module, str]]
 
 
 class Home:
-    """Where an original parameter went: the call that took it, and its places there."""
+    """Where an original parameter went: the call that took it, and its places there. The parameter
+    knows it.
+    """
 
     def __init__(self, sharding: Sharding, member: Member) -> None:
         self.sharding, self.member = weakref.ref(sharding), member
+        member.original.__dict__["_shardwise_home"] = self
         self.elsewhere: Places = []  # places outside the call's modules
 
     def tie(self, places: Places) -> None:
@@ -72,17 +75,7 @@ class Home:
 
 
 def home_of(parameter: nn.Parameter) -> Home | None:
-    home: Home | None = parameter.__dict__.get("_shardwise_home")
-    return home
-
-
-def note_homes(sharding: Sharding) -> None:
-    """Let the original parameters know where they went."""
-    for unit in sharding.units:
-        for member in unit.parameters.members:
-            home = Home(sharding, member)
-            sharding.homes.append(home)
-            member.original.__dict__["_shardwise_home"] = home
+    return parameter.__dict__.get("_shardwise_home")
 
 
 def collect(roots: list[nn.Module]) -> Iterator[Member]:

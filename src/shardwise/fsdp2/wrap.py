@@ -92,7 +92,8 @@ def fully_shard(
         unit = Unit(type(modules[0]).__name__, modules, members, own_groups, options)
         divide(options, options.dtypes(unit.parameters.dtype)[1], own_groups.ranks)
         units.append(unit)
-    ties.note_homes(Sharding(modules, units, groups, mp_policy, reshard_after_forward is None))
+    sharding = Sharding(modules, units, groups, mp_policy, reshard_after_forward is None)
+    sharding.homes = [ties.Home(sharding, m) for unit in units for m in unit.parameters.members]
     for each in modules:
         become_sharded(each)
     return module
@@ -202,13 +203,12 @@ def _group(
     inside share across their groups comes here, to the lowest group that covers them all.
     """
     groups: dict[tuple[Any, ...], tuple[list[Member], Axes]] = {}
-    others: dict[int, Axes] = {}
 
     def add(member: Member, axes: Axes) -> None:
         parameter = member.original
         # A parameter that brings its own all-gather travels alone.
         alone = id(parameter) if is_extended(parameter) else None
-        key = (parameter.dtype, id(axes), alone)
+        key = (parameter.dtype, id(axes.info or axes), alone)
         groups.setdefault(key, ([], axes))[0].append(member)
 
     for parameter, hangs in parameters:
@@ -216,7 +216,7 @@ def _group(
         if home is not None:
             home.tie(hangs)
             continue
-        dim, own_axes = _placement(parameter, axes, placement_fn, others)
+        dim, own_axes = _placement(parameter, axes, placement_fn)
         nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)
         member = Member([hangs[0][1]], hangs, parameter, dim, nested)
         if dim and member.shape[dim] % own_axes.shard_size:
@@ -232,19 +232,13 @@ def _group(
 
 
 def _placement(
-    parameter: nn.Parameter,
-    axes: Axes,
-    placement_fn: Callable[[nn.Parameter], Any] | None,
-    others: dict[int, Axes],
+    parameter: nn.Parameter, axes: Axes, placement_fn: Callable[[nn.Parameter], Any] | None
 ) -> tuple[int, Axes]:
-    """The dim to cut and the axes to cut it over; `placement_fn` may choose both. `others` has the
-    axes that it chose so far, by torch's FSDPMeshInfo.
-    """
+    """The dim to cut and the axes to cut it over; `placement_fn` may choose both."""
     chosen: Any = placement_fn(parameter) if placement_fn is not None else None
     info = getattr(chosen, "mesh_info", None)
     if info is not None:  # torch's ShardPlacementResult
-        if info.mesh is not axes.mesh:
-            axes = others.setdefault(id(info), meshes.axes_of_info(info))
+        axes = axes if info.mesh is axes.mesh else meshes.axes_of_info(info)
         chosen = chosen.placement
     if chosen is None:
         return 0, axes
