@@ -258,7 +258,7 @@ def _units(module: Any, recurse: bool = False) -> list[Unit]:
 
 def _units_of(modules: Iterable[Any]) -> list[Unit]:
     for module in modules:
-        if not isinstance(module, TorchFSDPModule):
+        if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
     return [unit for module in modules for unit in _units(module)]
 
