@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.parity.dropin.catalog import CASES, ENGINES, Case, perform
+from tests.parity.dropin.catalog import ENGINES, SCENARIOS, Scenario, perform
 from tests.ranks import Ranks
 
 THEMES = (
@@ -47,12 +47,12 @@ def _test_of(theme: str) -> Callable[..., None]:
     chosen = [
         pytest.param(engine, case, id=f"on_{engine}-{case.name}")
         for engine in ENGINES
-        for case in CASES[theme]
+        for case in SCENARIOS[theme]
         if engine in case.engines
     ]
 
     @pytest.mark.parametrize(("engine", "case"), chosen)
-    def test(engine: str, case: Case, request: pytest.FixtureRequest) -> None:
+    def test(engine: str, case: Scenario, request: pytest.FixtureRequest) -> None:
         ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[case.world])
         ranks.run(perform, engine, case.function, case.arguments, timeout=60)
 

@@ -1,4 +1,6 @@
-"""The groups a unit moves in; from a Plan's mesh to them, checked before any collective runs."""
+"""The groups a unit moves in; from a Plan's mesh, or a caller's, to them, checked before any
+collective runs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import atexit
 import functools
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from shardwise.engine.collectives import (
 )
 from shardwise.engine.torch_private import supported_devices, warn_if_untested
 from shardwise.planning.plan import Plan
+
+AXES = ("replicate", "shard")
 
 
 @dataclass
@@ -42,39 +46,73 @@ class Mesh:
     def ranks(self) -> int:
         return self.replicate.size * self.shard.size
 
+    def separate_scatters(self, enable: bool) -> None:
+        """Reduce gradients in a process group of their own over the same ranks, or no longer."""
+        shard = self.shard
+        if not enable or shard.group is None:
+            self.scatter = shard
+            return
+        made = _scatter_groups.here
+        if shard.members not in made:
+            made[shard.members] = dist.new_group(
+                list(shard.members), use_local_synchronization=True
+            )
+        self.scatter = replace(shard, group=made[shard.members])
+
+
+_scatter_groups: PerWorld[dist.ProcessGroup] = PerWorld()
+
 
 def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
     _check(plan, device)
-    prepare(device)
     own = plan.device_mesh
     if own is not None:
         _check_own(own, device)
-    names = ("replicate", "shard")
-    both = _make_mesh(device.type, plan.mesh, names) if own is None else own
-    k, keep = plan.keep_after_forward, None
-    if k is not None and not isinstance(k, bool):
-        shape = (plan.replicate, plan.shard // k, k)
-        small = _make_mesh(device.type, shape, ("replicate", "outer", "keep"))
-        keep = Group("keep", small.get_group("keep"), k, small.get_local_rank("keep"), None)
+    both = shared_mesh(device.type, plan.mesh, AXES) if own is None else own
+    only = "replicate" if plan.name == "ddp" else "shard"
+    axes = AXES if both.ndim == 2 else (only,)
+    k = plan.keep_after_forward
     # DTensors live on the caller's mesh, or on the axes that are there.
     seen = both if own is not None or plan.replicate > 1 else both["shard"]
-    replicate, shard = (_group(plan, both, axis) for axis in names)
-    return Mesh(device, replicate, shard, seen, keep)
+    return groups_on(both, axes, device, seen, 0 if k is None or isinstance(k, bool) else k)
+
+
+def groups_on(
+    mesh: DeviceMesh,
+    axes: tuple[str, ...],
+    device: torch.device,
+    seen: DeviceMesh | None = None,
+    keep: int = 0,
+) -> Mesh:
+    """This rank's groups on a mesh whose dims are `axes`: replicate, shard, or both. Users see
+    DTensors on `seen`, or on the mesh itself. With `keep`, neighbours in groups of that size hold a
+    unit together.
+    """
+    # What a process needs before its first sharded model: said or done once.
+    warn_if_untested()
+    rest_at_exit()
+    if device.type == "cpu":
+        processor.settle()
+    replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
+    small = _mesh_of_neighbours(mesh, keep) if keep else None
+    kept = _group("keep", small, ("outer", "keep")) if small is not None else None
+    return Mesh(device, replicate, shard, seen or mesh, kept, small)
+
+
+def _group(axis: str, mesh: DeviceMesh, axes: tuple[str, ...]) -> Group:
+    """The group along one axis of a mesh; this rank by itself where the mesh lacks it."""
+    if axis not in axes:
+        return Group(axis, None, 1, 0, None)
+    dim = axes.index(axis)
+    group = mesh.get_group(dim)
+    return Group(axis, group, mesh.size(dim), mesh.get_local_rank(dim), control_of(group))
 
 
 def unsharded(mesh: Mesh) -> Mesh:
     """Groups for what every rank keeps whole: summed over all ranks, and seen on the same mesh."""
     everyone = Group("all", dist.group.WORLD, dist.get_world_size(), dist.get_rank(), None)
     return Mesh(mesh.device, everyone, Group("shard", None, 1, 0, None), mesh.device_mesh)
-
-
-def prepare(device: torch.device) -> None:
-    """What a process needs before its first sharded model: said or done once."""
-    warn_if_untested()
-    rest_at_exit()
-    if device.type == "cpu":
-        processor.settle()
 
 
 # How launchers tell a process that it has company.
@@ -108,25 +146,27 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _group(plan: Plan, mesh: DeviceMesh, axis: str) -> Group:
-    """One axis of the Plan's mesh; a caller's mesh of one axis lacks the other."""
-    only = "replicate" if plan.name == "ddp" else "shard"
-    if mesh.ndim == 1 and axis != only:
-        return Group(axis, None, 1, 0, None)
-    dim = 0 if mesh.ndim == 1 or axis == "replicate" else 1
-    group = mesh.get_group(dim)
-    return Group(axis, group, mesh.size(dim), mesh.get_local_rank(dim), control_of(group))
-
-
 # Process groups are dear and never go away, so models of one mesh share them.
 _meshes: PerWorld[DeviceMesh] = PerWorld()
 
 
-def _make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def shared_mesh(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None
+) -> DeviceMesh:
+    """All ranks in this shape, on the same mesh as others that ask for it."""
     made = _meshes.here
     key = (device_type, shape)
     if key not in made:
         made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return made[key]
+
+
+def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """The ranks of a mesh in rows of `size` neighbours."""
+    made = _meshes.here
+    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), size)
+    if key not in made:
+        made[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
     return made[key]
 
 
@@ -164,17 +204,22 @@ def _check(plan: Plan, device: torch.device) -> None:
             f"{'is' if world == 1 else 'are'} running (rank {dist.get_rank()}); use a mesh whose "
             f"product is {world}"
         )
-    backend = dist.get_backend()
-    usable = supported_devices(dist.group.WORLD)
+    advice = (
+        "move the model to the GPU before sharding it, or initialise with backend='gloo'"
+        if device.type == "cpu"
+        else "initialise with backend='cpu:gloo,cuda:nccl'"
+    )
+    check_backend(dist.group.WORLD, device, f"the model is on {device}", advice)
+
+
+def check_backend(
+    group: dist.ProcessGroup | None, device: torch.device, what: str, advice: str
+) -> None:
+    """Error where torch would crash: a group whose backend cannot move the device's tensors."""
+    backend, usable = dist.get_backend(group), supported_devices(group)
     if backend != "fake" and device.type not in usable:
-        advice = (
-            "move the model to the GPU before sharding it, or initialise with backend='gloo'"
-            if device.type == "cpu"
-            else "initialise with backend='cpu:gloo,cuda:nccl'"
-        )
         raise ValueError(
-            f"rank {dist.get_rank()}: the model is on {device}, but the process group's backend "
-            f"{backend!r} moves "
+            f"rank {dist.get_rank()}: {what}, but the process group's backend {backend!r} moves "
             f"{sorted(usable)} tensors only; {advice}"
         )
 

@@ -12,6 +12,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -28,7 +29,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["REGISTRY_KEY", "STATE_KEY", "FSDPState", "RegistryItem"]  # torch's own, from here
+# torch's own, from here.
+__all__ = ["REGISTRY_KEY", "STATE_KEY", "DataParallelMeshDims", "FSDPState", "RegistryItem"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -296,6 +298,31 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 def completed(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose functional collective, if any, has ended."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # 2.11
+
+    @dataclass
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        """Which dims of a full mesh are data parallel: sharded over, or replicated over."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError(
+                    "At least one of shard or replicate must be set in DataParallelMeshDims"
+                )
+
+        shard_names = property(lambda self: _names(self.shard))
+        replicate_names = property(lambda self: _names(self.replicate))
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -1,30 +1,27 @@
-"""Which memory and which process groups the collectives of a unit use: what torch's FSDPModule
-lets users choose.
-"""
+"""Which memory the collectives of a unit use: what torch's FSDPModule lets users choose."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import (
-    Group,
-    PerWorld,
-)
-from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
 
 
+@dataclass(frozen=True)
 class FromGroup:
-    """Memory of the process group's own allocator, where it has one for the device."""
+    """torch's AllGather or ReduceScatter, with memory of the process group's own allocator where it
+    has one for the device.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    group: dist.ProcessGroup | None
+    start: Callable[..., Any]  # torch's call
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -35,19 +32,10 @@ class FromGroup:
         made: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
         return made
 
-
-class Gather(FromGroup):
-    """torch's AllGather, with that memory."""
-
-    def __call__(self, output: Any, input: Any, group: Any, async_op: bool = False) -> Any:
-        return torch_private.all_gather(output, input, group)
-
-
-class Scatter(FromGroup):
-    """torch's ReduceScatter, with that memory."""
-
-    def __call__(self, output: Any, input: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        return torch_private.reduce_scatter(output, input, group)
+    def __call__(
+        self, output: Any, input: Any, group: Any, op: Any = None, async_op: bool = False
+    ) -> Any:
+        return self.start(output, input, group)
 
 
 def allocate_from_group(unit: Unit, enable: bool) -> None:
@@ -59,8 +47,9 @@ def allocate_from_group(unit: Unit, enable: bool) -> None:
                 "cannot call set_allocate_memory_from_process_group_for_comm when the "
                 f"{name.removeprefix('custom_')} is custom: {type(present).__name__}"
             )
-    options.custom_gather = Gather(unit.mesh.shard.group) if enable else None
-    options.custom_scatter = Scatter(unit.mesh.scatter.group) if enable else None
+    gather = FromGroup(unit.mesh.shard.group, torch_private.all_gather)
+    scatter = FromGroup(unit.mesh.scatter.group, torch_private.reduce_scatter)
+    options.custom_gather, options.custom_scatter = (gather, scatter) if enable else (None, None)
 
 
 def allocate_symmetric(unit: Unit, backend: str) -> None:
@@ -81,21 +70,3 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
             f"torch {torch.__version__} has no all-gather from symmetric memory; a newer torch has"
         )
     unit.options.custom_gather = comm
-
-
-_scatter_groups: PerWorld[dist.ProcessGroup] = PerWorld()
-
-
-def separate_scatter_groups(meshes: list[Mesh], enable: bool) -> None:
-    """One more process group over each set of shard ranks, for reduce-scatters."""
-    for mesh in meshes:
-        shard = mesh.shard
-        if not enable or shard.group is None:
-            mesh.scatter = shard
-            continue
-        ranks = tuple(dist.get_process_group_ranks(shard.group))
-        made = _scatter_groups.here
-        if ranks not in made:
-            made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        group = made[ranks]
-        mesh.scatter = Group("shard", group, shard.size, shard.rank, shard.control)

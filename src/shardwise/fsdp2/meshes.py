@@ -9,55 +9,52 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.engine import torch_private
 from shardwise.engine.collectives import (
-    Group,
     PerWorld,
-    control_of,
 )
 from shardwise.engine.forms import Form, Nested
-from shardwise.engine.mesh import Mesh, default_device, prepare, start_alone
-from shardwise.fsdp2.policies import DataParallelMeshDims
+from shardwise.engine.mesh import (
+    AXES,
+    Mesh,
+    check_backend,
+    default_device,
+    groups_on,
+    shared_mesh,
+    start_alone,
+)
+from shardwise.engine.torch_private import DataParallelMeshDims
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The data-parallel axes of a call: a mesh of (shard) or (replicate, shard) or (replicate).
+    """The data-parallel axes of a call, and the mesh whose dims they are.
 
     With `dims`, parameters are DTensors on `full`, of which these axes are a part.
     """
 
     mesh: DeviceMesh
-    shards: bool = True
+    names: tuple[str, ...]  # of AXES, one or both
     dims: DataParallelMeshDims | None = None
     full: DeviceMesh | None = None
-
-    @property
-    def replicates(self) -> bool:
-        return not self.shards or self.mesh.ndim == 2
+    info: Any = None  # torch's FSDPMeshInfo that they come from
 
     @property
     def shard_size(self) -> int:
-        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
+        return self.mesh.size(self.names.index("shard")) if "shard" in self.names else 1
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks on one axis, on the accelerator if there is one."""
+    """All ranks on one axis, on the accelerator if there is one; the same for every call."""
     if not dist.is_initialized():
         if "RANK" in os.environ:
             dist.init_process_group()
         else:
             start_alone()
-    made = _defaults.here
-    if None not in made:
-        made[None] = init_device_mesh(default_device().type, (dist.get_world_size(),))
-    return made[None]
-
-
-_defaults: PerWorld[DeviceMesh] = PerWorld()  # one for all calls without a mesh
+    return shared_mesh(default_device().type, (dist.get_world_size(),))
 
 
 def find_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Axes:
@@ -67,59 +64,40 @@ def find_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Axes:
             raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
         if mesh.ndim == 2 and mesh.mesh_dim_names is None:
             raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-        return Axes(mesh)
+        return Axes(mesh, AXES[-mesh.ndim :])
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in names:
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
-    shard = _flat(mesh, dims.shard_names)
-    replicate = _flat(mesh, dims.replicate_names)
-    if shard is None:
-        assert replicate is not None
-        return Axes(replicate, False, dims, mesh)
-    both = shard if replicate is None else torch_private.concatenate([replicate, shard])
-    return Axes(both, True, dims, mesh)
+    wanted = {"replicate": dims.replicate_names, "shard": dims.shard_names}
+    parts = {axis: _flat(mesh, inside) for axis, inside in wanted.items() if inside}
+    several = list(parts.values())
+    together = torch_private.concatenate(several) if len(several) > 1 else several[0]
+    return Axes(together, tuple(parts), dims, mesh)
 
 
-def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    if not names:
-        return None
+def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-# One Axes per torch FSDPMeshInfo that a shard_placement_fn returned, found again by identity.
-_of_infos: PerWorld[tuple[Any, Axes]] = PerWorld()
-
-
-def axes_of_info(info: Any, default: Axes) -> Axes:
+def axes_of_info(info: Any) -> Axes:
     """The axes of a parameter that has a mesh of its own (torch's FSDPMeshInfo)."""
-    if info.mesh is default.mesh:
-        return default
-    known = _of_infos.here.get(id(info))
-    if known is None or known[0] is not info:
-        known = (info, Axes(info.mesh, info.shard_mesh_dim is not None))
-        _of_infos.here[id(info)] = known
-    return known[1]
+    names = AXES[:1] if info.shard_mesh_dim is None else AXES[-info.mesh.ndim :]
+    return Axes(info.mesh, names, info=info)
 
 
 def check_distinct(several: list[Axes]) -> None:
     """Error where one process group is described twice: the two would wait for each other."""
     for i, ours in enumerate(several):
         for theirs in several[:i]:
-            if ours is not theirs and ours.mesh == theirs.mesh and ours.shards == theirs.shards:
+            same = (ours.mesh, ours.names) == (theirs.mesh, theirs.names)
+            if same and ours.info is not theirs.info:
                 raise ValueError(
                     "Params sharing the same process group must use the same FSDPMeshInfo object, "
                     f"but got different objects for {ours.mesh}"
                 )
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    handle = getattr(torch, mesh.device_type)
-    return torch.device(mesh.device_type, handle.current_device())
 
 
 def keep_size(reshard_after_forward: Any, axes: Axes) -> bool | int:
@@ -147,142 +125,103 @@ def keep_size(reshard_after_forward: Any, axes: Axes) -> bool | int:
     return False if value == size else value
 
 
-# By identity of torch's mesh (which each entry keeps alive), kind of axes and size of the kept
-# groups: calls on one mesh share their groups, and what a setter does to them.
-_meshes: PerWorld[Mesh] = PerWorld()
+# By identity of torch's mesh (which each entry keeps alive), its axes and size of the kept groups:
+# calls on one mesh share their groups, and what a setter does to them.
+_groups: PerWorld[Mesh] = PerWorld()
 
 
-def make_mesh(axes: Axes, keep: bool | int) -> Mesh:
+def make_groups(axes: Axes, keep: bool | int) -> Mesh:
     """The engine's groups on `axes`."""
     small = 0 if isinstance(keep, bool) else keep
-    key = (id(axes.mesh), axes.shards, small)
-    made = _meshes.here
-    if key in made:
-        return made[key]
-    device = device_of(axes.mesh)
-    _check_backend(axes.mesh, device)
-    prepare(device)
-    last = axes.mesh.ndim - 1
-    mesh = Mesh(
-        device,
-        _group("replicate", axes.mesh, 0 if axes.replicates else None),
-        _group("shard", axes.mesh, last if axes.shards else None),
-        axes.mesh,
-        *(_keep_group(axes.mesh, small) if small else ()),
-    )
-    made[key] = mesh
-    return mesh
-
-
-def _keep_group(mesh: DeviceMesh, k: int) -> tuple[Group, DeviceMesh]:
-    small = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, k))
-    return _group("keep", small, 1), small
-
-
-def _group(axis: str, mesh: DeviceMesh, dim: int | None) -> Group:
-    if dim is None:
-        return Group(axis, None, 1, 0, None)
-    group = mesh.get_group(dim)
-    return Group(axis, group, mesh.size(dim), mesh.get_local_rank(dim), control_of(group))
-
-
-def _check_backend(mesh: DeviceMesh, device: torch.device) -> None:
-    """Error where torch would crash: a group whose backend cannot move the device's tensors."""
-    group = mesh.get_group(mesh.ndim - 1)
-    usable = torch_private.supported_devices(group)
-    if dist.get_backend(group) != "fake" and device.type not in usable:
-        raise ValueError(
-            f"rank {dist.get_rank()}: the mesh is for {device.type} tensors, but its process "
-            f"group's backend {dist.get_backend(group)!r} moves {sorted(usable)} only; initialise "
-            f"with a backend for {device.type} ('cpu:gloo,cuda:nccl' has both)"
-        )
+    key = (id(axes.mesh), axes.names, small)
+    made = _groups.here
+    if key not in made:
+        kind = axes.mesh.device_type
+        device = torch.device(kind)
+        if kind != "cpu":
+            device = torch.device(kind, torch.get_device_module(kind).current_device())
+        what = f"the mesh is for {kind} tensors"
+        advice = f"initialise with a backend for {kind} ('cpu:gloo,cuda:nccl' has both)"
+        check_backend(axes.mesh.get_group(axes.mesh.ndim - 1), device, what, advice)
+        made[key] = groups_on(axes.mesh, axes.names, device, keep=small)
+    return made[key]
 
 
 def nest(name: str, parameter: nn.Parameter, axes: Axes, dim: int) -> Nested | None:
     """How a parameter that is a DTensor by itself looks sharded; None for a plain one."""
     data = parameter.data
-    if not isinstance(data, DTensor):
-        if axes.dims is not None:
-            raise ValueError(
-                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
-                "mesh (e.g. via distribute_module). Got plain tensor for parameter "
-                f"'{name}'."
-            )
-        return None
-    return _nest_beside(data, axes, dim) if axes.dims is None else _nest_inside(data, axes, dim)
+    if isinstance(data, DTensor):
+        whole = Form.of(data)
+        return _nest_beside(whole, axes, dim) if axes.dims is None else _nest_in(whole, axes, dim)
+    if axes.dims is not None:
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
+            f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
+        )
+    return None
 
 
-def _nest_beside(data: DTensor, axes: Axes, dim: int) -> Nested:
+def _nest_beside(inner: Form, axes: Axes, dim: int) -> Nested:
     """Tensor parallel on a mesh of its own: the two meshes side by side."""
-    inner = Form.of(data)
     if len(inner.placements) > 2:
         raise NotImplementedError(
             f"FSDP only supports 1D TP/EP or 2D EP+TP, not {inner.placements}"
         )
-    cut = _cut(dim, _shards_of(inner, dim, 0))
-    outer: tuple[Placement, ...] = (cut,) if axes.shards else ()
-    if axes.replicates:
-        outer = (Replicate(), *outer)
+    placements = (*_placements(axes, _cut(inner, dim, 0)), *inner.placements)
     mesh = torch_private.concatenate([axes.mesh, inner.mesh])
-    return Nested(inner, Form(mesh, (*outer, *inner.placements), inner.shape))
+    return Nested(inner, Form(mesh, placements, inner.shape))
 
 
-def _nest_inside(data: DTensor, axes: Axes, dim: int) -> Nested:
-    """Parameters on the full mesh: the data-parallel axes, replicated so far, become sharded."""
+def _nest_in(whole: Form, axes: Axes, dim: int) -> Nested:
+    """Parameters on the full mesh: its data-parallel axes, replicated so far, become sharded.
+    Several that are sharded become the one that they are flattened into.
+    """
     assert axes.dims is not None and axes.full is not None
-    whole = Form.of(data)
     if whole.mesh is not axes.full:
         raise ValueError(
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
             "different mesh objects"
         )
     names = cast(tuple[str, ...], axes.full.mesh_dim_names)
-    for kind, wanted in (
-        ("shard", axes.dims.shard_names),
-        ("replicate", axes.dims.replicate_names),
-    ):
-        for name in wanted:
-            placement = whole.placements[names.index(name)]
-            if not isinstance(placement, Replicate):
-                raise ValueError(
-                    f"Expected Replicate() on DP {kind} dim '{name}' (index {names.index(name)}) "
-                    f"but got {placement}"
-                )
-    shard_axes = [names.index(name) for name in axes.dims.shard_names]
-    placements = list(whole.placements)
-    for axis in shard_axes:
-        placements[axis] = _cut(dim, _shards_of(whole, dim, axis + 1))
-    summed = frozenset([*shard_axes, *(names.index(n) for n in axes.dims.replicate_names)])
-    sharded = Form(whole.mesh, tuple(placements), whole.shape)
-    if len(shard_axes) > 1:
-        sharded = _flatten_axes(sharded, axes, shard_axes, names)
-    return Nested(whole, sharded, summed)
+    kinds = dict.fromkeys(axes.dims.shard_names, "shard")
+    kinds.update(dict.fromkeys(axes.dims.replicate_names, "replicate"))
+    for name, kind in kinds.items():
+        placement = whole.placements[names.index(name)]
+        if not isinstance(placement, Replicate):
+            raise ValueError(
+                f"Expected Replicate() on DP {kind} dim '{name}' (index {names.index(name)}) "
+                f"but got {placement}"
+            )
+    summed = frozenset(map(names.index, kinds))
+    if "shard" not in axes.names:
+        return Nested(whole, whole, summed)
+    first = names.index(axes.dims.shard_names[0])
+    cut = _cut(whole, dim, first + 1)
+    placements = [cut if i == first else theirs for i, theirs in enumerate(whole.placements)]
+    mesh = whole.mesh
+    if len(axes.dims.shard_names) > 1:
+        meshes: list[DeviceMesh] = []
+        placements = []
+        for i, name in enumerate(names):
+            if i == first:
+                meshes.append(axes.mesh)
+                placements += _placements(axes, cut)
+            elif name not in kinds:
+                meshes.append(mesh[name])
+                placements.append(whole.placements[i])
+        mesh = torch_private.concatenate(meshes)
+    return Nested(whole, Form(mesh, tuple(placements), whole.shape), summed)
 
 
-def _flatten_axes(form: Form, axes: Axes, shard_axes: list[int], names: tuple[str, ...]) -> Form:
-    """Several data-parallel axes as the one they are flattened into."""
-    assert axes.dims is not None
-    meshes: list[DeviceMesh] = []
-    placements: list[Placement] = []
-    for axis, name in enumerate(names):
-        if axis == shard_axes[0]:
-            meshes.append(axes.mesh)
-            placements += [*([Replicate()] if axes.replicates else []), form.placements[axis]]
-        elif name not in (*axes.dims.shard_names, *axes.dims.replicate_names):
-            meshes.append(form.mesh[name])
-            placements.append(form.placements[axis])
-    return Form(torch_private.concatenate(meshes), tuple(placements), form.shape)
+def _placements(axes: Axes, cut: Placement) -> list[Placement]:
+    """How a parameter is placed on the data-parallel axes themselves."""
+    return [cut if name == "shard" else Replicate() for name in axes.names]
 
 
-def _shards_of(form: Form, dim: int, first: int) -> int:
-    """Into how many parts the axes from `first` on cut `dim`."""
+def _cut(form: Form, dim: int, first: int) -> Placement:
+    """A shard along `dim`; a strided one of the whole where axes from `first` on have cut it."""
     parts = 1
     for axis in range(first, form.mesh.ndim):
         if torch_private.shard_dim(form.placements[axis]) == dim:
             parts *= form.mesh.size(axis)
-    return parts
-
-
-def _cut(dim: int, parts_within: int) -> Placement:
-    """A shard of what other axes have cut already is a strided one of the whole."""
-    return torch_private.strided_shard(dim, parts_within) if parts_within > 1 else Shard(dim)
+    return torch_private.strided_shard(dim, parts) if parts > 1 else Shard(dim)

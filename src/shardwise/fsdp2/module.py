@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, Literal, cast
 
 import torch
@@ -14,12 +15,14 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from shardwise.engine.attach import (
     divide,
 )
+from shardwise.engine.checks import (
+    explain,
+)
 from shardwise.engine.unit import (
     Unit,
 )
 from shardwise.fsdp2 import memory
-from shardwise.fsdp2.copying import copy_sharded
-from shardwise.fsdp2.state import State, state_of, states_in
+from shardwise.fsdp2.sharding import Sharding, copy_sharded, sharding_of, shardings_in
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -36,7 +39,12 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """What torch's FSDPModule promises. A module's class is replaced by one of this and its own."""
+    """What torch's FSDPModule promises. A module's class is replaced by one of this and its own.
+
+    torch's own `set_force_sum_reduction_for_comms` and `_set_unshard_async_op` stay: they go over
+    the groups of torch's state, of which ours has none, and there is nothing to change. Only sums
+    travel, and buffers are allocated in the current stream's order in any case.
+    """
 
     # torch finds the unsharded class here: [this module's, ours, torch's, the original].
     _orig_cls_mro_index: int = 3
@@ -57,8 +65,7 @@ class FSDPModule(TorchFSDPModule):
         """
         cast(Any, super()).zero_grad(set_to_none)
         here = set(cast(nn.Module, self).modules())
-        units = [unit for _, state in states_in(cast(nn.Module, self)) for unit in state.units]
-        for p in (unit.parameters for unit in units if unit.is_shown):
+        for p in (unit.parameters for unit in _units(self, recurse=True) if unit.is_shown):
             for member, parameter in zip(p.members, p.visible, strict=True):
                 if parameter.grad is not None and any(m in here for m, _ in member.places):
                     if set_to_none:
@@ -70,17 +77,17 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this module's full parameters, not those of modules in it."""
-        for unit in _state(self).units:
+        for unit in _units(self):
             if unit.prepared:
                 unit.free()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's full parameters, not those of modules in it."""
-        state = _state(self)
-        state.prepare()
-        for unit in state.units:
+        sharding = self._get_fsdp_state()
+        sharding.prepare()
+        for unit in sharding.units:
             unit.gather()
-        handle = UnshardHandle(state.units)
+        handle = UnshardHandle(sharding.units)
         if async_op:
             return handle
         handle.wait()
@@ -88,21 +95,16 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Start anew after an exception in forward or backward; what had been summed is lost."""
-        engine = _state(self).engine
-        if engine is None:
-            return
-        if engine.structure.model() is not self:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        engine.reset()
+        self._get_fsdp_state()._reset_iter_state()
 
     # When to communicate
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward waits for the sums."""
-        state = _state(self)
-        state.is_last_backward = is_last_backward
-        if state.engine is not None:
-            state.engine.schedule.last_backward = is_last_backward
+        sharding = self._get_fsdp_state()
+        sharding.is_last_backward = is_last_backward
+        if sharding.engine is not None:
+            sharding.engine.schedule.last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -123,9 +125,9 @@ class FSDPModule(TorchFSDPModule):
                 "reshard_after_forward should be a bool, got "
                 f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
             )
-        for state in _states(self, recurse):
-            state.auto_keep = False
-            for unit in state.units:
+        for sharding in _shardings(self, recurse):
+            sharding.auto_keep = False
+            for unit in sharding.units:
                 unit.options.keep = not reshard_after_forward
 
     def set_reshard_after_backward(
@@ -137,26 +139,26 @@ class FSDPModule(TorchFSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters at all (an embedding's does not)."""
-        for unit in _state(self).units:
+        for unit in _units(self):
             unit.options.gathers_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather these when this module's forward begins, instead of what ran next last time."""
         ahead = _units_of(modules)
-        for unit in _state(self).units:
+        for unit in _units(self):
             unit.options.gather_ahead = ahead
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather these when this module's backward begins, instead of what ran next last time."""
         ahead = _units_of(modules)
-        for unit in _state(self).units:
+        for unit in _units(self):
             unit.options.gather_ahead_backward = ahead or None
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's gathers also wait for `event`. They follow the current stream in
         any case: full parameters take memory in its order.
         """
-        stream = _state(self).get_executor().gathers.stream
+        stream = self._get_fsdp_state().get_executor().gathers.stream
         if stream is not None:
             stream.wait_event(event)
 
@@ -164,17 +166,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` instead of the number of ranks."""
-        for unit in _state(self).units:
+        for unit in _units(self):
             divide(unit.options, unit.options.dtypes(unit.parameters.dtype)[1], factor)
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
-        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Nothing to change: only sums travel, and the division is the engine's own."""
-        _state(self)
 
     def set_all_reduce_hook(
         self,
@@ -208,18 +201,19 @@ class FSDPModule(TorchFSDPModule):
             )
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for state in _states(self, recurse):
-            state.reduce_depth = max_input_buffers
-            if state.engine is not None:
-                root = cast(nn.Module, state.engine.structure.model())
-                depths = [other.reduce_depth for _, other in states_in(root)]
-                state.engine.schedule.reduces.depth = max(depths)
+        for sharding in _shardings(self, recurse):
+            sharding.reduce_depth = max_input_buffers
+            if sharding.engine is not None:
+                root = cast(nn.Module, sharding.engine.structure.model())
+                depths = [other.reduce_depth for other in shardings_in(root)]
+                sharding.engine.schedule.reduces.depth = max(depths)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
         """Give reduce-scatters a process group of their own, so that they pass gathers by."""
-        memory.separate_scatter_groups([unit.mesh for unit in _units(self, recurse)], enable)
+        for unit in _units(self, recurse):
+            unit.mesh.separate_scatters(enable)
 
     # With what memory and calls
 
@@ -236,61 +230,92 @@ class FSDPModule(TorchFSDPModule):
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take the buffers of collectives from the process group's allocator, if it has one."""
-        for unit in _state(self).units:
+        for unit in _units(self):
             memory.allocate_from_group(unit, enable)
             unit.reroute()
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Take the gathers' buffers from symmetric memory (NCCL only)."""
-        for unit in _state(self).units:
+        for unit in _units(self):
             memory.allocate_symmetric(unit, backend)
             unit.reroute()
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Nothing to change: buffers are allocated in the current stream's order in any case."""
-
-    def _get_fsdp_state(self) -> Any:
-        return _state(self)
+    def _get_fsdp_state(self) -> Sharding:
+        sharding = sharding_of(cast(nn.Module, self))
+        if sharding is None:
+            raise AssertionError(f"No FSDP state found on {self}")
+        return sharding
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Cast or move the sharded parameters, then take over what they became."""
         self.reshard()
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        for unit in _state(self).units:
+        for unit in _units(self):
             unit.follow()
         return result
 
 
-def _state(module: Any) -> State:
-    state = state_of(module)
-    if state is None:
-        raise AssertionError(f"No FSDP state found on {module}")
-    return state
+def _shardings(module: Any, recurse: bool) -> list[Sharding]:
+    return shardings_in(module) if recurse else [module._get_fsdp_state()]
 
 
-def _states(module: Any, recurse: bool) -> list[State]:
-    if not recurse:
-        return [_state(module)]
-    return list(dict.fromkeys(state for _, state in states_in(module)))
-
-
-def _units(module: Any, recurse: bool) -> list[Unit]:
-    return [unit for state in _states(module, recurse) for unit in state.units]
+def _units(module: Any, recurse: bool = False) -> list[Unit]:
+    return [unit for sharding in _shardings(module, recurse) for unit in sharding.units]
 
 
 def _units_of(modules: Iterable[Any]) -> list[Unit]:
     for module in modules:
-        if not isinstance(module, TorchFSDPModule):
+        if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return [unit for module in modules for unit in _state(module).units]
+    return [unit for module in modules for unit in _units(module)]
 
 
 def _one_group(module: Any, method: str) -> list[Unit]:
     """The module's units, which must all move in the same groups."""
-    units = _state(module).units
+    units = _units(module)
     if len({id(unit.mesh) for unit in units}) > 1:
         raise ValueError(
             f"{method} is not supported with multiple param groups (from per-param mesh via "
             "shard_placement_fn): it would be ambiguous across groups with different meshes."
         )
     return units
+
+
+_classes: dict[type, type] = {}
+
+
+def become_sharded(module: nn.Module) -> None:
+    """Swap the module's class for one that is also an FSDPModule. The methods that it and its bases
+    add to nn.Module's, but for `forward`, explain an error for reading sharded parameters.
+    """
+    original = type(module)
+    if original not in _classes:
+        known = {*dir(nn.Module), *dir(FSDPModule)}
+        methods = {
+            name: _explained(method)
+            for base in reversed(original.__mro__)
+            if issubclass(base, nn.Module)
+            for name, method in vars(base).items()
+            if isinstance(method, FunctionType) and name not in known and name[:2] != "__"
+        }
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), methods)
+    module.__class__ = _classes[original]
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose error for reading sharded parameters names the call that makes it work."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            name = method.__name__
+            explain(
+                error,
+                f"Call register_fsdp_forward_method(module, {name!r}) before `{name}`, so that it "
+                "gathers the module's parameters as forward does",
+            )
+            raise
+
+    return call

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FunctionType, MethodType
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.engine.api import check_unplanned
 from shardwise.engine.attach import (
+    Options,
     divide,
 )
-from shardwise.engine.checks import (
-    explain,
-)
 from shardwise.engine.extended import is_extended
-from shardwise.engine.hooks import node_of
-from shardwise.engine.storage import Member
+from shardwise.engine.storage import Member, Offload
+from shardwise.engine.torch_private import DataParallelMeshDims
 from shardwise.engine.unit import (
     Unit,
 )
-from shardwise.fsdp2 import contract, meshes, ties
+from shardwise.fsdp2 import meshes, ties
 from shardwise.fsdp2.meshes import Axes
-from shardwise.fsdp2.module import FSDPModule
-from shardwise.fsdp2.policies import (
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    make_options,
-)
-from shardwise.fsdp2.state import State, state_of
+from shardwise.fsdp2.module import FSDPModule, become_sharded
+from shardwise.fsdp2.sharding import NAME, Sharding, is_applied, state_of
 
 Placed = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
@@ -97,33 +87,52 @@ def fully_shard(
     modules = _check_modules(module)
     axes = meshes.find_axes(mesh or meshes.default_mesh(), dp_mesh_dims)
     keep = meshes.keep_size(True if reshard_after_forward is None else reshard_after_forward, axes)
-    ours = meshes.make_mesh(axes, keep)
-    managed = _managed_modules(modules, ignored_params or set())
+    groups = meshes.make_groups(axes, keep)
+    managed = _managed_modules(modules)
     parameters = _find_parameters(managed, ignored_params or set())
-    _move([p for p, _ in parameters], managed, ours.device)
+    _move([p for p, _ in parameters], managed, groups.device)
     units: list[Unit] = []
     for members, own_axes in _group(modules, parameters, axes, shard_placement_fn):
-        options = make_options(mp_policy, offload_policy, keep)
-        own_mesh = meshes.make_mesh(own_axes, keep)
-        unit = Unit(type(modules[0]).__name__, modules, members, own_mesh, options)
-        divide(options, options.dtypes(unit.parameters.dtype)[1], own_mesh.ranks)
+        options = _make_options(mp_policy, offload_policy, keep)
+        own_groups = meshes.make_groups(own_axes, keep)
+        unit = Unit(type(modules[0]).__name__, modules, members, own_groups, options)
+        divide(options, options.dtypes(unit.parameters.dtype)[1], own_groups.ranks)
         units.append(unit)
-    state = State(modules, units, ours, mp_policy, reshard_after_forward is None)
-    for unit in units:
-        ties.note_homes(unit, state)
+    sharding = Sharding(modules, units, groups, mp_policy, reshard_after_forward is None)
+    sharding.homes = [ties.Home(sharding, m) for unit in units for m in unit.parameters.members]
     for each in modules:
-        _become(each)
+        become_sharded(each)
     return module
 
 
-fully_shard.state = contract.state_of  # type: ignore[attr-defined]
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _make_options(
+    precision: MixedPrecisionPolicy, offload: OffloadPolicy, keep: bool | int
+) -> Options:
+    """The options of one call. Gradients are reduced in the dtype they are computed in, unless the
+    policy says another.
+    """
+    host = None
+    if isinstance(offload, CPUOffloadPolicy):
+        host = Offload(offload.pin_memory and torch.cuda.is_available())
+    return Options(
+        compute_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+        precision=precision,
+        offload=host,
+        keep=keep,
+        stays_shown=True,
+    )
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
     """The outermost of the given modules, none of which is sharded or, by itself, a mere
     container.
     """
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if container and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"fully_shard does not support containers that do not implement forward: {module}"
         )
@@ -132,7 +141,7 @@ def _check_modules(module: Any) -> list[nn.Module]:
         raise IndexError(f"fully_shard expects a module or a list of modules, got {module!r}")
     for at, each in enumerate(given):
         twice = any(each is other for other in given[:at])
-        if twice or contract.is_applied(each, contract.NAME):
+        if twice or is_applied(each, NAME):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"fully_shard has already been applied to the following module:\n{each}"
@@ -142,21 +151,17 @@ def _check_modules(module: Any) -> list[nn.Module]:
     return [each for each in given if id(each) not in inside]
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _managed_modules(roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The modules whose own parameters the call takes: all but those sharded or replicated already,
-    and those in which everything is ignored.
+def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
+    """The modules whose own parameters the call takes, children first: all but those sharded or
+    replicated already.
     """
     found: list[nn.Module] = []
     seen: set[int] = set()
 
     def visit(module: nn.Module) -> None:
-        if id(module) in seen or contract.is_applied(module, "replicate"):
+        if id(module) in seen or is_applied(module, "replicate"):
             return
-        if module not in roots and contract.is_applied(module, contract.NAME):
+        if module not in roots and is_applied(module, NAME):
             return
         seen.add(id(module))
         for child in module.children():
@@ -165,12 +170,7 @@ def _managed_modules(roots: list[nn.Module], ignored: set[nn.Parameter]) -> list
 
     for root in roots:
         visit(root)
-    return [m for m in found if not ignored or not _is_ignored(m, ignored)]
-
-
-def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
-    parameters = list(module.parameters())
-    return all(p in ignored for p in parameters) and not any(True for _ in module.buffers())
+    return found
 
 
 def _find_parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> list[Placed]:
@@ -209,25 +209,30 @@ def _group(
     inside share across their groups comes here, to the lowest group that covers them all.
     """
     groups: dict[tuple[Any, ...], tuple[list[Member], Axes]] = {}
-    for member in ties.collect(roots):
-        key: tuple[Any, ...] = (member.original.dtype, id(axes), None)
-        groups.setdefault(key, ([], axes))[0].append(member)
-    for parameter, hangs in parameters:
-        dim, own_axes = _placement(parameter, axes, placement_fn)
-        home = ties.home_of(parameter)
-        if home is not None:
-            if not home.is_inside(roots):
-                home.tie(hangs)
-                continue
-            member = home.give_up(hangs)
-        else:
-            nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)
-            member = Member([hangs[0][1]], hangs, parameter, dim, nested)
-            _check_cut(member, own_axes)
+
+    def add(member: Member, axes: Axes) -> None:
+        parameter = member.original
         # A parameter that brings its own all-gather travels alone.
         alone = id(parameter) if is_extended(parameter) else None
-        key = (parameter.dtype, id(own_axes), alone)
-        groups.setdefault(key, ([], own_axes))[0].append(member)
+        key = (parameter.dtype, id(axes.info or axes), alone)
+        groups.setdefault(key, ([], axes))[0].append(member)
+
+    for parameter, hangs in parameters:
+        home = ties.home_of(parameter)
+        if home is not None:
+            home.tie(hangs)
+            continue
+        dim, own_axes = _placement(parameter, axes, placement_fn)
+        nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)
+        member = Member([hangs[0][1]], hangs, parameter, dim, nested)
+        if dim and member.shape[dim] % own_axes.shard_size:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: "
+                f"{torch.Size(member.shape)} (world size: {own_axes.shard_size})"
+            )
+        add(member, own_axes)
+    for member in ties.collect(roots):
+        add(member, axes)
     meshes.check_distinct([own_axes for _, own_axes in groups.values()])
     return list(groups.values())
 
@@ -236,15 +241,13 @@ def _placement(
     parameter: nn.Parameter, axes: Axes, placement_fn: Callable[[nn.Parameter], Any] | None
 ) -> tuple[int, Axes]:
     """The dim to cut and the axes to cut it over; `placement_fn` may choose both."""
-    chosen = placement_fn(parameter) if placement_fn is not None else None
-    if chosen is None:
-        return 0, axes
+    chosen: Any = placement_fn(parameter) if placement_fn is not None else None
     info = getattr(chosen, "mesh_info", None)
     if info is not None:  # torch's ShardPlacementResult
-        axes = meshes.axes_of_info(info, axes)
+        axes = axes if info.mesh is axes.mesh else meshes.axes_of_info(info)
         chosen = chosen.placement
-        if chosen is None:
-            return 0, axes
+    if chosen is None:
+        return 0, axes
     if not isinstance(chosen, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: {chosen}")
     dim = chosen.dim if chosen.dim >= 0 else chosen.dim + parameter.ndim
@@ -253,90 +256,3 @@ def _placement(
             f"Shard dim {chosen.dim} is invalid for {parameter.ndim}D tensor: {parameter.shape}"
         )
     return dim, axes
-
-
-def _check_cut(member: Member, axes: Axes) -> None:
-    if member.dim and member.shape[member.dim] % axes.shard_size:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {member.dim}: "
-            f"{torch.Size(member.shape)} (world size: {axes.shard_size})"
-        )
-
-
-_classes: dict[type, type] = {}
-
-
-def _become(module: nn.Module) -> None:
-    """Swap the module's class for one that is also an FSDPModule."""
-    original = type(module)
-    if original not in _classes:
-        methods = {name: _explained(method) for name, method in _methods(original)}
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), methods)
-    module.__class__ = _classes[original]
-
-
-def _methods(kind: type) -> Iterable[tuple[str, Callable[..., Any]]]:
-    """The methods that a class and its bases add to nn.Module's, but for `forward`."""
-    known = {*dir(nn.Module), *dir(FSDPModule)}
-    for base in reversed(kind.__mro__):
-        if base is nn.Module or not issubclass(base, nn.Module):
-            continue
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and name not in known and name[:2] != "__":
-                yield name, value
-
-
-def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose error for reading sharded parameters names the call that makes it work."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            name = method.__name__
-            explain(
-                error,
-                f"Call register_fsdp_forward_method(module, {name!r}) before `{name}`, so that it "
-                "gathers the module's parameters as forward does",
-            )
-            raise
-
-    return call
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method gather and free the module's parameters as `forward` does: of a module
-    that `fully_shard` was called on, or that a Plan's unit runs with (the model itself always is
-    one). Does nothing for any other.
-    """
-    if node_of(module) is None:
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    method = getattr(module, method_name)
-    # A deep copy of the module takes its method along: that one works on the copy.
-    is_own = isinstance(method, MethodType) and method.__self__ is module
-    function = method.__func__ if is_own else None
-
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        node = node_of(self)
-        assert node is not None
-        args, kwargs = node.before(self, args, kwargs)
-        run = method if function is None else MethodType(function, self)
-        return node.after(self, args, run(*args, **kwargs))
-
-    setattr(module, method_name, MethodType(call, module))
-
-
-def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Let several sharded models (the stages of a pipeline) use the same streams."""
-    states: list[State] = []
-    for module in modules:
-        state = state_of(module) if isinstance(module, nn.Module) else None
-        if state is None:
-            raise ValueError(f"Expects list of FSDPModules but got {module}")
-        states.append(state)
-    for state in states[1:]:
-        state.share(states[0].get_executor())

@@ -32,7 +32,7 @@ class Api:
 
 
 @dataclass(frozen=True)
-class Case:
+class Scenario:
     name: str
     function: Callable[..., None]
     world: int
@@ -40,7 +40,7 @@ class Case:
     arguments: dict[str, Any] = field(hash=False)
 
 
-CASES: dict[str, list[Case]] = {}  # by theme: the last part of the scenario's module name
+SCENARIOS: dict[str, list[Scenario]] = {}  # by theme: the last part of the scenario's module name
 
 
 def case(
@@ -49,12 +49,12 @@ def case(
     """Add a scenario on `world` ranks, one case for each combination of `choices`."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        listed = CASES.setdefault(function.__module__.rpartition(".")[2], [])
+        listed = SCENARIOS.setdefault(function.__module__.rpartition(".")[2], [])
         for values in itertools.product(*choices.values()):
             labels = [_label(value) for value in values]
             name = "-".join([function.__name__, *labels, f"{world}ranks"])
             arguments = dict(zip(choices, values, strict=True))
-            listed.append(Case(name, function, world, engines, arguments))
+            listed.append(Scenario(name, function, world, engines, arguments))
         return function
 
     return add

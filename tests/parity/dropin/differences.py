@@ -10,18 +10,25 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.parity.dropin.catalog import Api, case
 from tests.parity.dropin.common import (
     WIDTH,
+    assert_close,
+    assert_same_gradients,
     assert_same_parameters,
     assert_trains_alike,
     batch,
     line,
+    mesh,
     raises,
+    square_loss,
     twins,
+    whole,
 )
 from tests.parity.dropin.models import Stack, Tied, wrap
 
@@ -154,3 +161,127 @@ def strided_parameters_are_refused(api: Api) -> None:
     module.weight = nn.Parameter(torch.ones(WIDTH, WIDTH).t()[:, ::2])
     with raises(NotImplementedError, "non-contiguous"):
         api.fully_shard(module, mesh=line())
+
+
+class NoRows(Stack):
+    """With a parameter that has no elements, which is used all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.nothing.sum())
+
+
+@case(2, engines=TORCH)
+def parameters_without_rows_end_in_backward(api: Api) -> None:
+    model = wrap(api, NoRows(), mesh=line())
+    with raises(RuntimeError, "expects non-empty tensor"):
+        square_loss(model, batch(0, 0)).backward()
+
+
+@case(2, engines=OURS)
+def parameters_without_rows_train(api: Api) -> None:
+    alone, model = twins(NoRows)
+    wrap(api, model, mesh=line())
+    assert_trains_alike(model, alone)
+
+
+def _thaw_in_sixteen_bits(api: Api) -> Any:
+    """A model whose first block was frozen in its first step."""
+    model = wrap(
+        api,
+        Stack(),
+        mesh=line(),
+        mp_policy=api.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    )
+    model.layers[0].requires_grad_(False)
+    square_loss(model, batch(0, 0)).backward()
+    model.layers[0].requires_grad_(True)
+    return model
+
+
+@case(2, engines=TORCH)
+def thawing_in_sixteen_bits_ends_in_backward(api: Api) -> None:
+    model = _thaw_in_sixteen_bits(api)
+    with raises(RuntimeError, "BFloat16"):
+        square_loss(model, batch(0, 0)).backward()
+
+
+@case(2, engines=OURS)
+def thawing_in_sixteen_bits_trains(api: Api) -> None:
+    model = _thaw_in_sixteen_bits(api)
+    before = whole(model.layers[0].up.weight).clone()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    square_loss(model, batch(0, 0)).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    opt.step()
+    assert not torch.equal(whole(model.layers[0].up.weight), before)
+
+
+def _step_an_early_optimizer(api: Api) -> tuple[Any, torch.Tensor]:
+    """One that was built before sharding."""
+    model = Stack()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrap(api, model, mesh=line())
+    square_loss(model, batch(0, 0)).backward()
+    before = whole(model.head.weight).clone()
+    opt.step()
+    return model, before
+
+
+@case(2, engines=TORCH)
+def an_early_optimizer_steps_nothing(api: Api) -> None:
+    model, before = _step_an_early_optimizer(api)
+    assert torch.equal(whole(model.head.weight), before)
+
+
+@case(2, engines=OURS)
+def an_early_optimizer_is_an_error(api: Api) -> None:
+    with raises(RuntimeError, "SGD was built before sharding and holds the old parameter"):
+        _step_an_early_optimizer(api)
+
+
+def _device_that_the_group_does_not_move() -> DeviceMesh:
+    """CPU tensors, on a group that moves CUDA tensors only."""
+    return DeviceMesh.from_group(dist.new_group(backend="cuda:gloo"), "cpu")
+
+
+@case(2, engines=TORCH)
+def a_group_for_another_device_ends_in_forward(api: Api) -> None:
+    model = wrap(api, Stack(), mesh=_device_that_the_group_does_not_move())
+    with raises(RuntimeError, "No backend type associated with device type cpu"):
+        model(batch(0, 0))
+
+
+@case(2, engines=OURS)
+def a_group_for_another_device_is_an_error(api: Api) -> None:
+    with raises(ValueError, r"the mesh is for cpu tensors, but .* moves \['cuda'\] tensors only"):
+        wrap(api, Stack(), mesh=_device_that_the_group_does_not_move())
+
+
+def _on_two_meshes(api: Api) -> tuple[Any, Any]:
+    """Blocks on replicas of shards, the root on shards alone; with gradients."""
+    alone, model = twins(Stack)
+    for layer in model.layers:
+        api.fully_shard(layer, mesh=mesh(1, 2, names=("replicate", "shard")))
+    api.fully_shard(model, mesh=line())
+    for each in (alone, model):
+        square_loss(each, batch(0, 0)).backward()
+    return alone, model
+
+
+@case(2, engines=TORCH)
+def two_meshes_are_not_clipped_together(api: Api) -> None:
+    _, model = _on_two_meshes(api)
+    with raises(RuntimeError, "same mesh"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@case(2, engines=OURS)
+def two_meshes_are_clipped_together(api: Api) -> None:
+    alone, model = _on_two_meshes(api)
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+    assert_close(api.clip_grad_norm(model, 0.01), expected, "norm")
+    assert_same_gradients(model, alone)

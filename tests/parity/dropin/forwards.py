@@ -147,6 +147,29 @@ def outputs(api: Api, kind: str) -> None:
     assert_trains_alike(model, alone, loss=lambda m, x: PICK[kind](m(x)).square().mean())
 
 
+class InPlace(Stack):
+    """Changes what its blocks return: all of it, or through a view."""
+
+    view = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            before, x = x, layer(x)
+            if self.view:
+                x.view(-1)[:5].mul_(0.5)
+            else:
+                x += before
+        return self.head(x)
+
+
+@case(2, view=(False, True), reshard=(True, False))
+def outputs_changed_in_place(api: Api, view: bool, reshard: bool) -> None:
+    alone, model = twins(InPlace)
+    alone.view = model.view = view
+    wrap(api, model, mesh=line(), reshard_after_forward=reshard)
+    assert_trains_alike(model, alone)
+
+
 class Takes(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -261,6 +284,23 @@ def checkpointing(api: Api, reentrant: bool, reshard: bool) -> None:
         return m(x.clone().requires_grad_()).square().mean()
 
     assert_trains_alike(model, alone, loss=loss)
+
+
+class RecomputedInside(Block):
+    """Checkpoints within its own forward: recomputation does not call the block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@case(2, reshard=(True, False))
+def checkpointing_inside_a_block(api: Api, reshard: bool) -> None:
+    alone, model = twins(Stack)
+    for each in (alone, model):
+        for layer in each.layers:
+            layer.__class__ = RecomputedInside
+    wrap(api, model, mesh=line(), reshard_after_forward=reshard)
+    assert_trains_alike(model, alone)
 
 
 @case(2, reentrant=(False, True))

@@ -111,6 +111,18 @@ class Buffered(Stack):
 
 
 @case(2)
+def meta_without_rows(api: Api) -> None:
+    """One row for two ranks: the second has memory of its own, of no bytes."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(ODD[0], 1, bias=False))
+    api.fully_shard(model, mesh=line())
+    model.to_empty(device="cpu")
+    assert model[0].weight.to_local().shape[0] == 1 - dist.get_rank()
+    nn.init.ones_(model[0].weight)
+    assert model(torch.ones(1, ODD[0])).item() == ODD[0]
+
+
+@case(2)
 def meta_buffers(api: Api) -> None:
     alone, _ = twins(Buffered, *ODD)
     model = _meta(api, Buffered)

@@ -1,36 +1,57 @@
 """What one call of `fully_shard` leaves on its modules, and how an engine is formed of all calls at
 the first forward.
+
+torch's `fully_shard` enters each module in two lists of its composable APIs: a registry of names,
+which `replicate` and others look into before they take a module, and a mapping to a state. Pipeline
+schedules look for that state too: they let every micro-batch's backward add gradients up on its
+rank, and after the last one reduce the state's groups one by one and call the end of backward. Here
+the state has no groups, and the end does it all.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwise.engine import (
     checks,
+    torch_private,
 )
 from shardwise.engine.api import bind, unbind
 from shardwise.engine.attach import owners_of
 from shardwise.engine.engine import Engine
-from shardwise.engine.executor import TensorExecutor
+from shardwise.engine.executor import (
+    TensorExecutor,
+)
 from shardwise.engine.extended import ExtendedParameters, is_extended
 from shardwise.engine.hooks import Node
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.state import (
+    copy_module,
+    repeat_unit,
+)
 from shardwise.engine.storage import Member
 from shardwise.engine.unit import Unit
-from shardwise.fsdp2 import contract
-from shardwise.fsdp2.policies import MixedPrecisionPolicy
 from shardwise.schedule.policy import Policy
 
-_ATTRIBUTE = "_shardwise_state"
+_KEY = inspect.unwrap(fully_shard)  # under which torch's `fully_shard.state` looks
+NAME = _KEY.__name__
 
 
-class State(contract.TorchState):
-    """One call: its modules, the units that their parameters form, and the hooks on them."""
+class Sharding(torch_private.FSDPState):
+    """One call: its modules, the units that their parameters form, and the hooks on them.
+
+    It also answers in the place of torch's state: what it holds is that of a state at rest, and
+    what it is asked to do the engine does.
+    """
+
+    _is_root: bool | None  # unknown until the first forward
 
     def __init__(
         self,
@@ -53,7 +74,7 @@ class State(contract.TorchState):
         self.nodes = [
             Node(module, units, self._form, casts, precision.output_dtype) for module in modules
         ]
-        self.attach(hang=False)
+        self._announce()
 
     def prepare(self) -> None:
         """Make the units ready to be gathered outside a forward."""
@@ -100,30 +121,39 @@ class State(contract.TorchState):
             if unit.prepared:
                 unit.executor = executor
 
-    def attach(self, hang: bool = True) -> None:
-        """Let the modules know; put the hooks on them again."""
-        for module in self.modules:
-            module.__dict__[_ATTRIBUTE] = self
-            bind(module, self.get_engine)
-        contract.announce(self.modules, self)
-        if hang:
-            for node in self.nodes:
-                node.hang()
-        self._watch_state_dicts()
-
-    def detach(self) -> None:
-        """Take all of it off the modules again."""
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """Inside, the modules are as they were before the call, but for their parameters."""
         for node in self.nodes:
             node.unhang()
         for handle in self._handles:
             handle.remove()
+        classes = [type(module) for module in self.modules]
         for module in self.modules:
-            del module.__dict__[_ATTRIBUTE]
             unbind(module)
-        contract.withdraw(self.modules)
+            del module.__dict__[torch_private.STATE_KEY][_KEY]
+            del module.__dict__[torch_private.REGISTRY_KEY][NAME]
+            torch_private.remove_module_state(module)
+            module.__class__ = type(module).__mro__[cast(Any, module)._orig_cls_mro_index]
+        try:
+            yield
+        finally:
+            for module, kind in zip(self.modules, classes, strict=True):
+                module.__class__ = kind
+            for node in self.nodes:
+                node.hang()
+            self._announce()
 
-    def _watch_state_dicts(self) -> None:
-        """Whoever saves or loads finds the sharded parameters in their places."""
+    def _announce(self) -> None:
+        """Enter the modules as torch's `fully_shard` does. Whoever saves or loads finds the sharded
+        parameters in their places.
+        """
+        item = torch_private.RegistryItem()
+        for module in self.modules:
+            bind(module, self.get_engine)
+            module.__dict__.setdefault(torch_private.STATE_KEY, {})[_KEY] = self
+            module.__dict__.setdefault(torch_private.REGISTRY_KEY, {})[NAME] = item
+            torch_private.insert_module_state(module, self)
         self._handles = []
         for module in owners_of(self.units):
             self._handles.append(module.register_state_dict_pre_hook(self._before_saving))
@@ -137,13 +167,30 @@ class State(contract.TorchState):
         for unit in self.units:
             unit.free()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """Met through the hooks above, in a copy of a part of the model that is not sharded by
         itself: the copy belongs to no unit, so nothing is to be done when it is saved or loaded.
         """
-        nobody = object.__new__(State)
+        nobody = object.__new__(Sharding)
         nobody.units = []
         return nobody
+
+    # What torch asks of its state
+
+    def _lazy_init(self) -> None:
+        self.get_engine()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what backwards without sync have added up."""
+        self.get_engine().reduce_accumulated()
+
+    def _reset_iter_state(self) -> None:
+        if self._is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if self.engine is not None:
+            self.engine.reset()
+
+    # The engine
 
     def get_engine(self) -> Engine:
         """The engine that this call's units belong to; formed of what is inside, if none is yet."""
@@ -156,72 +203,102 @@ class State(contract.TorchState):
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {tuple(self.modules)}")
         root = self.modules[0]
-        states: list[State] = []
-        for name, state in states_in(root):
-            if state.engine is not None:
+        shardings = shardings_in(root)
+        for name, module in root.named_modules():
+            sharding = sharding_of(module)
+            if sharding is not None and sharding.engine is not None:
                 raise RuntimeError(
                     f"FSDP state has already been lazily initialized for {name}\n"
                     "FSDP requires running forward through the root module first"
                 )
-            if state not in states:
-                states.append(state)
-        for state in states:
-            for structure in state.structures:
+        for sharding in shardings:
+            for structure in sharding.structures:
                 structure.check()
-            for home in state.homes:
+            for home in sharding.homes:
                 home.check()
-        for state in states:
-            state._set_extended_apart()
+        for sharding in shardings:
+            sharding._set_extended_apart()
         if self.auto_keep:
             for unit in self.units:
                 unit.options.keep = True
-        units = [unit for state in states for unit in state.units]
-        _name(root, states)
+        units = [unit for sharding in shardings for unit in sharding.units]
+        _name_units(root, shardings)
         for unit in units:
             unit.is_root = unit in self.units
             unit.follow()
-        executor = next((s.executor for s in states if s.executor is not None), None)
-        policy = Policy(reduce_depth=max(state.reduce_depth for state in states))
+        executor = next((s.executor for s in shardings if s.executor is not None), None)
+        policy = Policy(reduce_depth=max(sharding.reduce_depth for sharding in shardings))
         mesh = units[0].mesh if units else self.mesh
         checks.check_memory(units)
         executor = executor or TensorExecutor(self.mesh.device)
         engine = Engine(root, units, mesh, policy, executor)
         engine.schedule.last_backward = self.is_last_backward
-        for state in states:
-            state.engine = engine
-            for node in state.nodes:
+        self._state_ctx.all_states = list(shardings)
+        for sharding in shardings:
+            sharding.engine = engine
+            sharding._state_ctx, sharding._is_root = self._state_ctx, sharding is self
+            for node in sharding.nodes:
                 node.join(engine, is_root=node.module is root)
-        contract.settle(self, states)
         if self.mesh.device.type != "cpu":
             self.nodes[0].input_device = self.mesh.device
         return engine
 
 
-def state_of(module: nn.Module) -> State | None:
-    state = module.__dict__.get(_ATTRIBUTE)
-    return state if isinstance(state, State) else None
-
-
-def states_in(root: nn.Module) -> Iterator[tuple[str, State]]:
-    """Every sharded module in `root`, by name, with its state; a state of several modules comes
-    several times.
-    """
-    for name, module in root.named_modules():
-        state = state_of(module)
-        if state is not None:
-            yield name, state
-
-
-def _name(root: nn.Module, states: list[State]) -> None:
+def _name_units(root: nn.Module, shardings: list[Sharding]) -> None:
     """Name parameters and units as the root does."""
     names: dict[tuple[int, str], list[str]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
         for key in module._parameters:
             names.setdefault((id(module), key), []).append(f"{prefix}.{key}" if prefix else key)
     modules = {id(module): name or "root" for name, module in root.named_modules()}
-    for state in states:
-        label = ", ".join(modules[id(module)] for module in state.modules)
-        for i, unit in enumerate(state.units):
-            unit.name = label if len(state.units) == 1 else f"{label}[{i}]"
+    for sharding in shardings:
+        label = ", ".join(modules[id(module)] for module in sharding.modules)
+        for i, unit in enumerate(sharding.units):
+            unit.name = label if len(sharding.units) == 1 else f"{label}[{i}]"
             for member in unit.parameters.members:
                 member.names = [n for m, key in member.places for n in names[id(m), key]]
+
+
+def state_of(module: nn.Module) -> Any:
+    """torch's `fully_shard.state`: that of either engine."""
+    return module.__dict__.get(torch_private.STATE_KEY, {}).get(_KEY)
+
+
+def sharding_of(module: nn.Module) -> Sharding | None:
+    state = state_of(module)
+    return state if isinstance(state, Sharding) else None
+
+
+def shardings_in(*roots: nn.Module) -> list[Sharding]:
+    """Of every sharded module inside, each once."""
+    found = (sharding_of(module) for root in roots for module in root.modules())
+    return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
+
+
+def is_applied(module: nn.Module, name: str) -> bool:
+    """Whether a composable API of torch, by the name of its function, has taken the module."""
+    return name in module.__dict__.get(torch_private.REGISTRY_KEY, {})
+
+
+def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a sharded module, with its own shards, hooks and settings: copy it without its
+    sharding, then give the copy the same. No communication.
+
+    The copy starts as a model that has not run: its first forward forms an engine of its own.
+    """
+    shardings = shardings_in(module)
+    units = [unit for sharding in shardings for unit in sharding.units]
+    for unit in units:
+        if unit.prepared:
+            unit.free()
+    with ExitStack() as stack:
+        for sharding in shardings:
+            stack.enter_context(sharding.taken_off())
+        twin, copies = copy_module(module, units, memo)
+    for sharding in shardings:
+        modules = [copies[id(m)] for m in sharding.modules]
+        again = [repeat_unit(unit, copies) for unit in sharding.units]
+        Sharding(modules, again, sharding.mesh, sharding.precision, sharding.auto_keep)
+        for ours, theirs in zip(sharding.modules, modules, strict=True):
+            theirs.__class__ = type(ours)
+    return twin
