@@ -50,10 +50,10 @@ class Workload:
         if len(widths) != 1 or 0 in widths:
             raise ValueError(f"Workload.sizes is {sizes!r}, expected rows of one length")
         largest = max(max(row) for row in sizes)
-        if min(min(row) for row in sizes) < 1 or largest != self.micro_batch:
+        if min(min(row) for row in sizes) < 0 or largest != self.micro_batch:
             raise ValueError(
                 f"Workload.sizes go up to {largest} and micro_batch is {self.micro_batch}; every "
-                "size must be at least 1, and the largest of them must be micro_batch"
+                "size must be at least 0 (no micro-batch), and the largest of them must be micro_batch"
             )
 
     @classmethod

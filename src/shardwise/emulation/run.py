@@ -123,7 +123,7 @@ def joined(rank: int, world: int) -> Iterator[None]:
 def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
     """Error if not even parameters, gradients, optimizer state and buffers fit."""
     kept = count_kept(plan.resolve(subject.build()))
-    needed = kept.master + kept.gradients + kept.state + kept.full + kept.slots
+    needed = kept.at_once if device.type == "cuda" else kept.host_at_once
     free = _free_bytes(device)
     if free is not None and needed > free:
         raise UserError(

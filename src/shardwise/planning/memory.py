@@ -36,6 +36,9 @@ class KeptBytes:
     full: int
     slots: int  # of a device with streams
     host_slots: int  # of a CPU, which does the reduces itself
+    # All of it at the worst moment: less than the sum of the peaks, which are at different ones.
+    at_once: int
+    host_at_once: int
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,13 @@ class Counter:
         self.held: dict[str, int] = defaultdict(int)
         self.peaks: dict[str, int] = defaultdict(int)
         self.sent: dict[str, float] = defaultdict(float)
+        self.peak = 0
 
     def hold(self, role: str, nbytes: int) -> None:
         role = "full" if role == "temporary" else role  # staging is of full parameters
         self.held[role] += nbytes
         self.peaks[role] = max(self.peaks[role], self.held[role])
+        self.peak = max(self.peak, sum(self.held.values()))
 
     def collective(self, kind: str, unit: str, axis: str, nbytes: int, ranks: int, *_: Any) -> int:
         self.sent[kind] += sent_bytes(kind, nbytes, ranks)
@@ -126,14 +131,18 @@ def count_kept(plan: Plan, micro_batches: int = 1) -> KeptBytes:
     host, between_on_host = count_step(plan, micro_batches, streams=False)
     accumulates = plan.sync == "last"
     sizes = [PlannedUnit(plan, i).sizes for i in range(len(plan.require_units()))]
+    master = sum(u.master for u in sizes)
+    state = STATE_TENSORS * sum(u.moment for u in sizes)
     return KeptBytes(
-        master=sum(u.master for u in sizes),
+        master=master,
         gradients=sum(u.gradient for u in sizes),
-        state=STATE_TENSORS * sum(u.moment for u in sizes),
+        state=state,
         accumulators=between if accumulates else 0,
         full=device.peaks["full"],
         slots=device.peaks["slots"] - (between if accumulates else 0),
         host_slots=host.peaks["slots"] - (between_on_host if accumulates else 0),
+        at_once=master + state + device.peak,
+        host_at_once=master + state + host.peak,
     )
 
 
@@ -180,6 +189,8 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         ("peak per rank", "full parameters", kept.full),
         ("", "reduce slots", kept.slots),
         ("", "reduce slots, on a CPU", kept.host_slots),
+        ("", "all of it at once", kept.at_once),
+        ("", "all of it at once, on a CPU", kept.host_at_once),
         (f"sent, {micro_batches} {batches}", "all-gather", sent.all_gather),
         ("", "reduce-scatter", sent.reduce_scatter),
         ("", "all-reduce", sent.all_reduce),

@@ -295,7 +295,7 @@ def works_of(
     """
     sizes = {workload.micro_batch}
     if workload.sizes is not None:
-        sizes = {size for row in workload.sizes for size in row}
+        sizes = {size for row in workload.sizes for size in row if size}
     if isinstance(descriptions, ModelDescription):
         base = descriptions
         return {n: lay_work(plan, scaled(base, n / workload.micro_batch)) for n in sorted(sizes)}

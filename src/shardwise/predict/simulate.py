@@ -60,14 +60,16 @@ def simulate(
         if plan.replicate == 1 and workload.sizes is not None:
             # One shard group: its ranks still have the uneven work of the groups they would be in.
             group = rank * len(workload.sizes) // plan.world
-        return tuple(workload.size_of(group, i) for i in range(workload.micro_batches))
+        sizes = (workload.size_of(group, i) for i in range(workload.micro_batches))
+        return tuple(size for size in sizes if size)
 
+    agreed = all(sizes_of(rank) for rank in range(0, plan.world, plan.shard))
     programs: dict[tuple[int, ...], Program] = {}
 
     def program_of(rank: int) -> Program:
         sizes = sizes_of(rank)
         if sizes not in programs:
-            schedule = ENGINES[engine](plan, works, costs, workload, options, held)
+            schedule = ENGINES[engine](plan, works, costs, workload, options, held, agreed)
             programs[sizes] = schedule.build(sizes)
         return programs[sizes]
 
