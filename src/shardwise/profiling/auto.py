@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.guard import engine_of
 from shardwise.engine.local_step import watch_steps
-from shardwise.engine.stretches import engine_of
 from shardwise.profiling.collect import Profile
 from shardwise.profiling.files import choose_cluster
 
