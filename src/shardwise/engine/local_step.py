@@ -11,7 +11,6 @@ hooks of the user, another optimizer, a compiled step) takes torch's own way, on
 from __future__ import annotations
 
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,15 +68,26 @@ class LocalStep:
         return self.groups
 
 
+class _FlatStates(dict[torch.Tensor, dict[str, Any]]):
+    """The state of flat tensors. Of parameters that step as they are it is where they have it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._public = optimizer.state
+
+    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return cast(dict[str, Any], self._public[parameter])
+
+
 class _FlatGroups(list[dict[str, Any]]):
     """An optimizer's groups, over flat tensors as soon as its step comes to them: a closure has
-    made the gradients then. The state of those is in `states`.
+    made the gradients then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, known: LocalStep) -> None:
         super().__init__(optimizer.param_groups)
         self._optimizer, self._known = optimizer, known
-        self.states: dict[torch.Tensor, dict[str, Any]] = {}
+        self.states = _FlatStates(optimizer)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         optimizer = self._optimizer
@@ -96,9 +106,7 @@ def _stand_in(optimizer: torch.optim.Optimizer, known: LocalStep) -> torch.optim
     """The same optimizer over flat tensors, for one step. The other one stays as it is."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     groups = _FlatGroups(optimizer, known)
-    # Parameters that step as they are find their state where they have it.
-    state = cast(Any, ChainMap(groups.states, optimizer.state))
-    made.__dict__.update(optimizer.__dict__, param_groups=groups, state=state)
+    made.__dict__.update(optimizer.__dict__, param_groups=groups, state=groups.states)
     return made
 
 
