@@ -56,6 +56,7 @@ class ParameterRun:
         self.tensor = alias if count == 1 else alias.as_strided((size,), (1,))
         # By key in `state`: where each parameter has its own.
         self.shared: dict[str, tuple[SharedNumbers, slice]] = {}
+        self.looked_up: list[StateOfOne] = []  # what the program has as the state of each
         self._forget_state()
 
     def _forget_state(self) -> None:
@@ -81,11 +82,12 @@ class ParameterRun:
         self.tensor.grad = self._join_gradients(gradients)
         if self.tensor.grad is None:
             return all(gradient is None for gradient in gradients)
-        states = [public.get(member, _NOTHING) for member in self.members]
-        if _same(chain.from_iterable(map(dict.values, states)), self._seen):
+        if not self.looked_up:
+            self.looked_up = [public.get(member, _NOTHING) for member in self.members]
+        if _same(chain.from_iterable(map(dict.values, self.looked_up)), self._seen):
             return True
         self._forget_state()
-        return not any(states) or self._join_states(states)
+        return not any(self.looked_up) or self._join_states(self.looked_up)
 
     def _join_gradients(self, gradients: Sequence[Any]) -> torch.Tensor | None:
         flat, summed = self._gradients.flat, self._gradients.summed
@@ -234,6 +236,7 @@ class GroupRuns:
             others.pop(id(member), None)
         self._others = list(others.values())
         self._shared: list[SharedNumbers] = []  # those that the runs have
+        self._looked_up: list[StateOfOne] = []  # of all parameters, when the runs did
 
     def still_fits(self, parameters: Sequence[torch.Tensor]) -> bool:
         """The group has these parameters, on the memory that they stood on."""
@@ -249,6 +252,11 @@ class GroupRuns:
         state, is split for good.
         """
         apart = any(not numbers.untouched and not numbers.agree() for numbers in self._shared)
+        # To look every parameter up takes longer than all else here.
+        if not _same(public.values(), self._looked_up):
+            self._looked_up = list(public.values())
+            for run in self.runs:
+                run.looked_up = []
         flat: list[torch.Tensor] = []
         as_they_are = list(self._others)
         at = 0
