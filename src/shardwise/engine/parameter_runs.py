@@ -43,14 +43,14 @@ class ParameterRun:
     """
 
     def __init__(self, gradients: Gradients, first: int, count: int) -> None:
-        self._gradients, self._numbers = gradients, slice(first, first + count)
-        self.members = gradients.visible[self._numbers]
+        self._gradients, self._indices = gradients, slice(first, first + count)
+        self.members = gradients.visible[self._indices]
         self._locals = list(map(local_of, self.members))
         self._sharded = [each for each in self.members if isinstance(each, DTensor)]  # all, or none
         layout = gradients.layout
-        start, size = layout.offsets[first], sum(r.part for r in layout.rows[self._numbers])
-        self._place = slice(start, start + size)
-        self._offsets = [offset - start for offset in layout.offsets[self._numbers]]
+        start, size = layout.offsets[first], sum(r.part for r in layout.rows[self._indices])
+        self._span = slice(start, start + size)
+        self._offsets = [offset - start for offset in layout.offsets[self._indices]]
         # An alias, so that the gradient it carries is not seen on what `to_local` gives.
         alias = self._locals[0].detach()
         self.tensor = alias if count == 1 else alias.as_strided((size,), (1,))
@@ -91,12 +91,12 @@ class ParameterRun:
 
     def _join_gradients(self, gradients: Sequence[Any]) -> torch.Tensor | None:
         flat, summed = self._gradients.flat, self._gradients.summed
-        own = flat is not None and all(map(is_, gradients, summed[self._numbers]))
+        own = flat is not None and all(map(is_, gradients, summed[self._indices]))
         if not own and not self._fit(gradients, self.tensor.dtype):
             return None
         if len(gradients) == 1:  # a plain one by itself torch steps as well as it can be
             return local_of(gradients[0]) if self._sharded else None
-        return flat[self._place] if own and flat is not None else self._join(gradients)
+        return flat[self._span] if own and flat is not None else self._join(gradients)
 
     def _join_states(self, states: list[StateOfOne]) -> bool:
         """Make `state` of all parameters' states; False if they do not go together."""
@@ -175,7 +175,7 @@ class ParameterRun:
     def split(self) -> list[ParameterRun]:
         """Each parameter by itself from now on, on the state that it has."""
         self._forget_state()
-        first = self._numbers.start
+        first = self._indices.start
         return [ParameterRun(self._gradients, first + i, 1) for i in range(len(self.members))]
 
 
