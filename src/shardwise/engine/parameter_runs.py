@@ -8,7 +8,7 @@ program sees none of it. Parameters, gradients and state stay what they are, ove
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
@@ -84,7 +84,7 @@ class ParameterRun:
             return all(gradient is None for gradient in gradients)
         if not self.looked_up:
             self.looked_up = [public.get(member, _NOTHING) for member in self.members]
-        if _same(chain.from_iterable(map(dict.values, self.looked_up)), self._seen):
+        if _same([*chain.from_iterable(map(dict.values, self.looked_up))], self._seen):
             return True
         self._forget_state()
         return not any(self.looked_up) or self._join_states(self.looked_up)
@@ -324,10 +324,9 @@ def _find_runs(gradients: Gradients, wanted: dict[int, torch.Tensor]) -> list[tu
     return runs
 
 
-def _same(now: Iterable[Any], then: list[Any]) -> bool:
+def _same(now: Collection[Any], then: Collection[Any]) -> bool:
     """The very same objects, in the same order."""
-    found = list(now)
-    return len(found) == len(then) and all(map(is_, found, then))
+    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def _is_number(key: str, value: Any) -> bool:
