@@ -64,7 +64,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, unused: bool = False) ->
 def took(optimizer: Any) -> bool:
     """Whether the steps of this optimizer ran on local rows."""
     known = local_step._steps.get(optimizer)
-    return known is not None and any(group.stretches for group in known.groups)
+    return known is not None and any(group.runs for group in known.groups)
 
 
 def same_everywhere(ours: Any, theirs: Any, where: str) -> None:

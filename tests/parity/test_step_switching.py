@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import optimizer as torch_optimizer
 
 import shardwise as sw
-from shardwise.engine.stretches import Group
+from shardwise.engine.parameter_runs import GroupRuns
 from tests.parity.test_local_step import same_everywhere, same_state, shard_by
 from tests.ranks import Ranks
 
@@ -287,16 +287,16 @@ def _switches(kind: str, engine: str) -> None:
 def _count_flat_steps() -> list[int]:
     """Grows by one with each step on flat rows from now on."""
     found: list[int] = []
-    original = getattr(Group.prepare, "original", Group.prepare)
+    original = getattr(GroupRuns.prepare, "original", GroupRuns.prepare)
 
-    def prepare(self: Group, *args: Any) -> Any:
+    def prepare(self: GroupRuns, *args: Any) -> Any:
         flat, others = original(self, *args)
         if flat:
             found.append(len(flat))
         return flat, others
 
     prepare.original = original  # type: ignore[attr-defined]
-    Group.prepare = prepare  # type: ignore[method-assign]
+    GroupRuns.prepare = prepare  # type: ignore[method-assign]
     return found
 
 

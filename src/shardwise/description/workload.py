@@ -53,7 +53,8 @@ class Workload:
         if min(min(row) for row in sizes) < 0 or largest != self.micro_batch:
             raise ValueError(
                 f"Workload.sizes go up to {largest} and micro_batch is {self.micro_batch}; every "
-                "size must be at least 0 (no micro-batch), and the largest of them must be micro_batch"
+                "size must be at least 0 (no micro-batch there), and the largest of them must be "
+                "micro_batch"
             )
 
     @classmethod

@@ -229,6 +229,11 @@ def engine_of(parameter: torch.Tensor) -> Engine | None:
     return reference() if reference is not None else None
 
 
+def engines_of(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    """The engines that shard these parameters, each once, in their order."""
+    return list(dict.fromkeys(filter(None, map(engine_of, parameters))))
+
+
 def check_memory(units: list[Unit]) -> None:
     """Error that lists the parameters still without memory."""
     missing = [

@@ -33,7 +33,7 @@ def clip_grad_norm(
     engine = engine_of(model)
     engine.check_interrupted()
     # Modules that were added and sharded later have engines of their own.
-    engines = dict.fromkeys([engine, *filter(None, map(checks.engine_of, model.parameters()))])
+    engines = dict.fromkeys([engine, *checks.engines_of(model.parameters())])
     units = [unit for each in engines for unit in each.units]
     live = [u.gradients for u in units if u.gradients is not None and not u.gradients.cleared]
     mesh = engine.mesh.device_mesh

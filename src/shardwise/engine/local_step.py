@@ -1,11 +1,11 @@
 """An optimizer over sharded parameters steps on flat local tensors, behind its own `step`.
 
 The program keeps its optimizer: the parameters, gradients and state that it sees stay what they
-are. Optimizers that treat every element alike run on `stretches` over the same memory: no DTensor
-dispatch, little work per parameter, and torch chooses its multi-tensor kernels, which it does not
-for DTensors. A hook before the step hands torch's `step` a shadow of the optimizer, over the flat
-tensors; the optimizer itself is not touched. Whatever does not fit (step hooks of the user, another
-optimizer, a compiled step) takes torch's own way, on the same state.
+are. Optimizers that treat every element alike run on `parameter_runs` over the same memory: no
+DTensor dispatch, little work per parameter, and torch chooses its multi-tensor kernels, which it
+does not for DTensors. A hook before the step hands torch's `step` a stand-in: an optimizer of the
+same class over the flat tensors. The optimizer itself is not touched. Whatever does not fit (step
+hooks of the user, another optimizer, a compiled step) takes torch's own way, on the same state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.engine import (
     checks,
     torch_private,
 )
-from shardwise.engine.stretches import Group, State
+from shardwise.engine.parameter_runs import GroupRuns
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -40,8 +40,7 @@ class LocalStep:
         self._engines: list[weakref.ref[Engine]] = []
         self._found_from = (0, 0)  # how many parameter groups and marks there were then
         self._layouts: list[int] = []  # of the engines, when the groups were made
-        self._visible: list[list[torch.Tensor]] = []  # by param group, as the optimizer has them
-        self.groups: list[Group] = []
+        self.groups: list[GroupRuns] = []
 
     def find_engines(self, optimizer: torch.optim.Optimizer) -> list[Engine]:
         """The engines of the optimizer's parameters; looked for again where there are more
@@ -52,75 +51,66 @@ class LocalStep:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for parameter in parameters:
                 _check_unmoved(parameter, optimizer)
-            engines = {id(e): e for e in map(checks.engine_of, parameters) if e is not None}
-            self._engines = [weakref.ref(engine) for engine in engines.values()]
+            self._engines = list(map(weakref.ref, checks.engines_of(parameters)))
             self._found_from = found_from
         return [engine for reference in self._engines if (engine := reference()) is not None]
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> list[Group]:
-        """The groups as they step; looked at again where the parameters, or the memory under them,
-        are others now.
+    def find_runs(self, optimizer: torch.optim.Optimizer) -> list[GroupRuns]:
+        """The parameter groups as they step; looked at again where the parameters, or the memory
+        under them, are others now.
         """
         layouts = [engine.relayouts for engine in self.find_engines(optimizer)]
         visible = [group["params"] for group in optimizer.param_groups]
         if (
-            len(visible) != len(self._visible)
+            len(visible) != len(self.groups)
             or layouts != self._layouts
-            or not all(map(_same, visible, self._visible))
-            or not all(s.unmoved for group in self.groups for s in group.stretches)
+            or not all(map(GroupRuns.still_fits, self.groups, visible))
         ):
-            self._visible = [list(parameters) for parameters in visible]
             self._layouts = layouts
-            self.groups = [Group(parameters) for parameters in visible]
+            self.groups = list(map(GroupRuns, visible))
         return self.groups
 
-    def doubt(self) -> None:
-        """Torch does a step its own way, on the parameters' own state."""
-        for group in self.groups:
-            group.doubt()
 
-
-def _shadow(optimizer: torch.optim.Optimizer, known: LocalStep) -> torch.optim.Optimizer:
-    """The same optimizer over flat tensors, for one step. The other one stays as it is."""
-    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
-    states = _States(optimizer)
-    shadow.state = cast(Any, states)
-    shadow.param_groups = _Groups(optimizer, known, states)
-    return shadow
-
-
-class _States(dict[torch.Tensor, State]):
-    """The state of flat tensors, and of parameters that step as they are."""
+class _FlatStates(dict[torch.Tensor, dict[str, Any]]):
+    """The state of flat tensors. Of parameters that step as they are it is where they have it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        self._public = optimizer.state
 
-    def __missing__(self, parameter: torch.Tensor) -> State:
-        return cast(State, self._optimizer.state[parameter])
+    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return cast(dict[str, Any], self._public[parameter])
 
 
-class _Groups(list[dict[str, Any]]):
+class _FlatGroups(list[dict[str, Any]]):
     """An optimizer's groups, over flat tensors as soon as its step comes to them: a closure has
     made the gradients then.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, known: LocalStep, states: _States) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, known: LocalStep) -> None:
         super().__init__(optimizer.param_groups)
-        self._optimizer, self._known, self._states = optimizer, known, states
+        self._optimizer, self._known = optimizer, known
+        self.states = _FlatStates(optimizer)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         optimizer = self._optimizer
-        groups = self._known.follow(optimizer)
-        for group, ours in zip(optimizer.param_groups, groups, strict=True):
+        runs_of_groups = self._known.find_runs(optimizer)
+        for group, runs in zip(optimizer.param_groups, runs_of_groups, strict=True):
             try:
                 # Not in one: torch's multi-tensor calls take no DTensors among others.
-                for parameters in ours.prepare(optimizer.state, self._states):
+                for parameters in runs.prepare(optimizer.state, self.states):
                     if parameters:
                         yield {**group, "params": parameters}
             finally:
-                ours.finish()  # also where the step ends in an error
+                runs.finish(optimizer.state)  # also where the step ends in an error
+
+
+def _stand_in(optimizer: torch.optim.Optimizer, known: LocalStep) -> torch.optim.Optimizer:
+    """The same optimizer over flat tensors, for one step. The other one stays as it is."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    groups = _FlatGroups(optimizer, known)
+    made.__dict__.update(optimizer.__dict__, param_groups=groups, state=groups.states)
+    return made
 
 
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep] = weakref.WeakKeyDictionary()
@@ -158,28 +148,21 @@ def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list
     optimizer as it was; for a profile, which must not change the way that a step goes.
     """
     first = torch_optimizer.register_optimizer_step_pre_hook(_Watcher(before))
-    _first(torch_optimizer._global_optimizer_pre_hooks, first)
+    # Before all others.
+    cast(Any, torch_optimizer._global_optimizer_pre_hooks).move_to_end(first.id, last=False)
     return [first, torch_optimizer.register_optimizer_step_post_hook(_Watcher(after))]
-
-
-def _first(hooks: Any, handle: Any) -> None:
-    """Let one of them be called before all others."""
-    hooks.move_to_end(handle.id, last=False)
 
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Errors that a step would hide; then torch's `step` gets a shadow of the optimizer."""
-    known = _steps.get(optimizer)
-    if known is None:
-        known = _steps[optimizer] = LocalStep()
+    """Errors that a step would hide; then torch's `step` gets a stand-in for the optimizer."""
+    known = _steps.setdefault(optimizer, LocalStep())
     engines = known.find_engines(optimizer)
     for engine in engines:
         engine.check_interrupted()
     if engines and _takes(optimizer):
-        return (_shadow(optimizer, known), *args[1:]), kwargs
-    known.doubt()
+        return (_stand_in(optimizer, known), *args[1:]), kwargs
     return None
 
 
@@ -195,8 +178,8 @@ def _check_unmoved(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) ->
 
 
 def _takes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nobody can tell: hooks would be shown a shadow among the arguments of `step`, and
-    only elementwise arithmetic is the same on rows.
+    """Whether a step on flat tensors would go unnoticed. Hooks would be shown the stand-in among
+    the arguments of `step`, and only elementwise arithmetic is the same on rows.
     """
     return (
         type(optimizer) in ELEMENTWISE
@@ -230,7 +213,3 @@ def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                     "build the optimizer from model.parameters() after sw.shard(model, plan)"
                 )
     return optimizer
-
-
-def _same(now: list[torch.Tensor], then: list[torch.Tensor]) -> bool:
-    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))

@@ -9,19 +9,21 @@ largest share is as small as it can easily be.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.engine.collectives import Group
 from shardwise.engine.local_step import ELEMENTWISE
-from shardwise.engine.torch_private import all_gather
 from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.rows import Rows
 from shardwise.planning.units import MIB
 
-Share = tuple[int, int, int]  # parameter index, first row, one past the last row
+Share = dict[int, slice]  # one rank's rows of each parameter that it steps, by the index of that
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -47,18 +49,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group, self.message_bytes = group, message_bytes
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._parameters = [p for g in self.param_groups for p in g["params"]]
-        by_rows = issubclass(optimizer_class, ELEMENTWISE)
-        split = _split_rows if by_rows else _split_whole
+        split = _split_rows if issubclass(optimizer_class, ELEMENTWISE) else _split_whole
         self.shares = split(self._parameters, self.world)
         self._pieces = {
-            index: _rows(self._parameters[index], first, stop).detach()
-            for index, first, stop in self.shares[self.rank]
+            i: _rows(self._parameters[i], rows).detach()
+            for i, rows in self.shares[self.rank].items()
         }
-        groups, at = [], 0
-        for g in self.param_groups:
-            owned = [self._pieces[i] for i in range(at, at + len(g["params"])) if i in self._pieces]
-            at += len(g["params"])
-            groups.append({**_settings(g), "params": owned})
+        groups = self._numbered_groups()
+        for numbered in groups:
+            numbered["params"] = [self._pieces[i] for i in numbered["params"] if i in self._pieces]
         self.inner = optimizer_class(groups, **defaults)
         # The inner optimizer knows settings that the caller left at their defaults.
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -74,9 +73,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update(_settings(ours))
-        for index, first, stop in self.shares[self.rank]:
-            grad = self._parameters[index].grad
-            self._pieces[index].grad = None if grad is None else _rows(grad, first, stop)
+        for i, rows in self.shares[self.rank].items():
+            grad = self._parameters[i].grad
+            self._pieces[i].grad = None if grad is None else _rows(grad, rows)
         self.inner.step()
         for piece in self._pieces.values():
             piece.grad = None
@@ -89,68 +88,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self.world == 1:
             return
-        dtypes = dict.fromkeys(p.dtype for p in self._parameters)
-        for dtype in dtypes:
-            indices = [i for i, p in enumerate(self._parameters) if p.dtype == dtype]
-            size = lambda i: self._parameters[i].numel() * self._parameters[i].element_size()  # noqa: E731
-            for message in group_by_bytes(indices, size, self.message_bytes):
-                self._gather_message(set(message), dtype)
+        by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+        for i, parameter in enumerate(self._parameters):
+            by_dtype[parameter.dtype].append(i)
+        for alike in by_dtype.values():
+            sizes = lambda i: self._parameters[i].nbytes  # noqa: E731
+            for message in group_by_bytes(alike, sizes, self.message_bytes):
+                self._gather_message(message)
 
-    def _gather_message(self, members: set[int], dtype: torch.dtype) -> None:
-        views = [
-            [
-                _rows(self._parameters[i], first, stop).detach().view(-1)
-                for i, first, stop in shares
-                if i in members
-            ]
-            for shares in self.shares
+    def _gather_message(self, members: list[int]) -> None:
+        by_rank = [
+            [_rows(self._parameters[i].detach(), share[i]).view(-1) for i in members if i in share]
+            for share in self.shares
         ]
-        lengths = [sum(view.numel() for view in mine) for mine in views]
-        longest = max(lengths)
-        if longest == 0:
+        lengths = [sum(piece.numel() for piece in pieces) for pieces in by_rank]
+        if not any(lengths):
             return
-        device = self._parameters[0].device
-        mine = torch.zeros(longest, dtype=dtype, device=device)
-        if lengths[self.rank]:
-            torch.cat(views[self.rank], out=mine[: lengths[self.rank]])
-        everyone = torch.empty(self.world * longest, dtype=dtype, device=device)
-        all_gather(everyone, mine, self.group).wait()
-        for rank, theirs in enumerate(views):
-            if rank != self.rank and theirs:
-                start = rank * longest
-                pieces = everyone[start : start + lengths[rank]].split([v.numel() for v in theirs])
-                torch._foreach_copy_(theirs, list(pieces))
+        everyone = self._parameters[members[0]].new_empty((self.world, max(lengths)))
+        mine = everyone[self.rank]
+        if by_rank[self.rank]:
+            torch.cat(by_rank[self.rank], out=mine[: lengths[self.rank]])
+        ranks = Group("shard", self.group, self.world, self.rank, None)
+        ranks.all_gather(everyone.view(-1), mine).wait()
+        for rank, pieces in enumerate(by_rank):
+            if rank != self.rank and pieces:
+                found = everyone[rank, : lengths[rank]].split([piece.numel() for piece in pieces])
+                torch._foreach_copy_(pieces, list(found))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by parameter index, with the rows it covers."""
         state = {
-            index: {"rows": (first, stop), **self.inner.state.get(self._pieces[index], {})}
-            for index, first, stop in self.shares[self.rank]
+            i: {"rows": (rows.start, rows.stop), **self.inner.state.get(self._pieces[i], {})}
+            for i, rows in self.shares[self.rank].items()
         }
-        return {"state": state, "param_groups": self._plain_groups(), "world": self.world}
+        return {"state": state, "param_groups": self._numbered_groups(), "world": self.world}
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole state on every rank, as the plain optimizer gives it; a collective call."""
         shares: list[Any] = [None] * self.world
         dist.all_gather_object(shares, self.state_dict()["state"], group=self.group)
-        whole: dict[int, dict[str, Any]] = {}
-        for share in shares:
-            for index, state in share.items():
-                first, stop = state.pop("rows")
-                target = whole.setdefault(index, {})
-                for key, value in state.items():
-                    parameter = self._parameters[index]
-                    if _is_rows(value, parameter, first, stop):
-                        tensor = target.setdefault(
-                            key, torch.zeros_like(parameter, dtype=value.dtype)
-                        )
-                        _rows(tensor, first, stop).copy_(value)
-                    else:
-                        target.setdefault(key, value)
-        return {
-            "state": {index: state for index, state in sorted(whole.items()) if state},
-            "param_groups": self._plain_groups(),
-        }
+        whole: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        for i, state in (item for share in shares for item in share.items()):
+            rows, parameter = slice(*state.pop("rows")), self._parameters[i]
+            for key, value in state.items():
+                if _is_rows(value, parameter, rows):
+                    if key not in whole[i]:
+                        whole[i][key] = torch.zeros_like(parameter, dtype=value.dtype)
+                    _rows(whole[i][key], rows).copy_(value)
+                else:
+                    whole[i].setdefault(key, value)
+        return {"state": dict(sorted(whole.items())), "param_groups": self._numbered_groups()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,24 +152,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(_settings(saved))
-        for index, first, stop in self.shares[self.rank]:
-            saved = dict(state_dict["state"].get(index, {}))
-            rows = saved.pop("rows", None)
-            piece, parameter = self._pieces[index], self._parameters[index]
+        for i, rows in self.shares[self.rank].items():
+            saved = dict(state_dict["state"].get(i, {}))
+            whole = saved.pop("rows", None) is None
             for key, value in saved.items():
                 if isinstance(value, torch.Tensor):
-                    if rows is None and value.shape == parameter.shape:
-                        value = _rows(value, first, stop)
+                    if whole and value.shape == self._parameters[i].shape:
+                        value = _rows(value, rows)
                     value = value.clone()
-                self.inner.state[piece][key] = value
+                self.inner.state[self._pieces[i]][key] = value
 
-    def _plain_groups(self) -> list[dict[str, Any]]:
-        groups, at = [], 0
-        for group in self.param_groups:
-            count = len(group["params"])
-            groups.append({**_settings(group), "params": list(range(at, at + count))})
-            at += count
-        return groups
+    def _numbered_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups with the indices of their parameters instead of them."""
+        indices = count()
+        return [
+            {**_settings(group), "params": [next(indices) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -190,38 +176,34 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _rows(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-    return tensor if tensor.dim() == 0 else tensor[first:stop]
+def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    return tensor[rows] if tensor.dim() else tensor
 
 
-def _is_rows(value: Any, parameter: torch.Tensor, first: int, stop: int) -> bool:
+def _is_rows(value: Any, parameter: torch.Tensor, rows: slice) -> bool:
     if not isinstance(value, torch.Tensor) or parameter.dim() == 0:
         return False
-    return value.shape == (stop - first, *parameter.shape[1:])
+    return value.shape == parameter[rows].shape
 
 
-def _split_rows(parameters: list[torch.Tensor], world: int) -> list[list[Share]]:
+def _split_rows(parameters: list[torch.Tensor], world: int) -> list[Share]:
     """Every rank's rows of every parameter; 0-d ones go round the ranks."""
-    shares: list[list[Share]] = [[] for _ in range(world)]
-    for index, parameter in enumerate(parameters):
-        if parameter.dim() == 0:
-            shares[index % world].append((index, 0, 1))
-            continue
+    shares: list[Share] = [{} for _ in range(world)]
+    for i, parameter in enumerate(parameters):
         cut = Rows(tuple(parameter.shape), world)
-        for rank in range(world):
+        for rank in range(world) if parameter.dim() else [i % world]:
             first, stop = cut.span(rank)
             if stop > first:
-                shares[rank].append((index, first, stop))
+                shares[rank][i] = slice(first, stop)
     return shares
 
 
-def _split_whole(parameters: list[torch.Tensor], world: int) -> list[list[Share]]:
+def _split_whole(parameters: list[torch.Tensor], world: int) -> list[Share]:
     """Whole parameters, the largest first, each to the rank that has least."""
-    shares: list[list[Share]] = [[] for _ in range(world)]
+    shares: list[Share] = [{} for _ in range(world)]
     held = [0] * world
-    for index in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
+    for i in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
         rank = held.index(min(held))
-        held[rank] += parameters[index].numel()
-        rows = parameters[index].shape[0] if parameters[index].dim() else 1
-        shares[rank].append((index, 0, rows))
-    return [sorted(share) for share in shares]
+        held[rank] += parameters[i].numel()
+        shares[rank][i] = slice(*Rows(tuple(parameters[i].shape), 1).span(0))
+    return [dict(sorted(share.items())) for share in shares]
