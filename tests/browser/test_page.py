@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.reporting.api import report
-from shardwise.reporting.html import report_comparison, report_run
+from shardwise.reporting.report import report, report_comparison, report_run
 from shardwise.reporting.run import Run, read_run
 from tests.browser.browser import CHROMIUM, DRIVER, Browser
 from tests.browser.made import crowd, make_run

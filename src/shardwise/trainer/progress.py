@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.reporting.words import show_bytes
+from shardwise.reporting.formats import show_bytes
 from shardwise.trainer.outputs import StepMetrics
 
 _PLAIN_LINES = 20  # of a whole run, where the output is a file or a pipe
