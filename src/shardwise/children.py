@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise import processor
 
-_CAUSES = {
+_CAUSES: dict[int, str] = {
     signal.SIGKILL: "most often that is the system running out of host memory",
     signal.SIGILL: (
         "the processor refused an instruction, most often one of AMX that it announces and its "
@@ -47,7 +47,7 @@ def name_end(code: int) -> str:
 
 def usual_cause(code: int) -> str:
     """What most often brings that signal; nothing for an exit."""
-    return next((cause for number, cause in _CAUSES.items() if number == -code), "")
+    return _CAUSES.get(-code, "")
 
 
 def describe_end(code: int) -> str:
@@ -90,7 +90,7 @@ def supervise(command: Callable[[], int]) -> int:
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, outside)
         os.close(writer)
-        threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
+        end_when_closed(reader)
         return command()
     os.close(reader)
     ended, status = 0, 0
@@ -107,7 +107,13 @@ def supervise(command: Callable[[], int]) -> int:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _end_with_parent(reader: int) -> None:
-    """The parent never writes: its end of the pipe closes when it is gone."""
-    os.read(reader, 1)
-    os._exit(1)
+def end_when_closed(pipe: int) -> None:
+    """End this process as soon as whoever started it, and holds the pipe's other end, is gone."""
+
+    def wait() -> None:
+        # os.read rather than a file: a thread in a buffered reader breaks interpreter shutdown.
+        while os.read(pipe, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -68,7 +68,13 @@ def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
     and raise RankFailed, or UserError where that is what the rank raised. None is left running.
     """
     if joined():
-        _call_here(target, args, nproc)
+        world = int(os.environ["WORLD_SIZE"])
+        if nproc not in (1, world):
+            raise UserError(
+                f"run.nproc is {nproc}, but torchrun has started {world} ranks already: leave out "
+                f"--nproc, or run without torchrun"
+            )
+        call(target, args)
         return
     processor.settle()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
@@ -81,16 +87,6 @@ def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
             _wait(processes, records)
         finally:
             _end(processes)
-
-
-def _call_here(target: str, args: tuple[Any, ...], nproc: int) -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    if nproc not in (1, world):
-        raise UserError(
-            f"run.nproc is {nproc}, but torchrun has started {world} ranks already: leave out "
-            f"--nproc, or run without torchrun"
-        )
-    call(target, args)
 
 
 def _start(

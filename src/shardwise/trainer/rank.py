@@ -11,12 +11,12 @@ import pickle
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from shardwise.children import end_when_closed
 from shardwise.errors import UserError
 
 # How gloo, the store and NCCL say that another rank has gone.
@@ -38,7 +38,7 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the launcher alone answers it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     task = pickle.load(os.fdopen(os.dup(0), "rb", buffering=0))
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    end_when_closed(0)
     sys.path[:] = task["path"]
     try:
         call(task["target"], task["args"])
@@ -66,13 +66,6 @@ def _fail(record: Path, error: BaseException, code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with_launcher() -> None:
-    # os.read rather than sys.stdin: a thread inside a buffered reader breaks interpreter shutdown.
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":
