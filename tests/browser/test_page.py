@@ -285,8 +285,8 @@ def test_charts_answer_where_the_mouse_is(
 
 def test_a_message_answers_on_the_bandwidth_curve(browser: Browser, pages: SimpleNamespace) -> None:
     browser.open(pages.run)
-    wire = data_of(browser)["wires"][0]["collectives"]["all-gather"]
-    sent = wire["messages"][0]
+    messages = data_of(browser)["wires"][0]["messages"]
+    sent = next(m for m in messages if m["collective"] == "all-gather")
     across, down = browser.run(
         "const c = charts.wire; return [c.valToPos(arguments[0], 'x') / c.over.clientWidth, "
         "c.valToPos(arguments[0] / arguments[1], 'y') / c.over.clientHeight]",

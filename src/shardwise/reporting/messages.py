@@ -74,20 +74,19 @@ def _unit_sizes(plan: Mapping[str, Any]) -> dict[tuple[str, str], int]:
 
 def bandwidth(run: Run) -> dict[str, Any]:
     """The run's messages, and the curves that they should follow, as bytes and seconds."""
-    keys = ("unit", "phase", "ranks", "bytes", "seconds", "exposed_s")
-    sent = [m for m in run.messages.get("messages", ()) if m["bytes"] >= LEAST_BYTES]
-    found: dict[str, dict[str, Any]] = defaultdict(lambda: {"curve": {}, "messages": []})
-    drawn = {name_collective(message["collective"]) for message in sent}
-    for point in run.messages.get("curve", ()):
-        name = name_collective(point["collective"])
-        if name in drawn and point["bytes"] >= LEAST_BYTES:
-            curve = found[name]["curve"]
-            line = curve.setdefault(str(point["ranks"]), {"bytes": [], "seconds": []})
-            line["bytes"].append(point["bytes"])
-            line["seconds"].append(point["seconds"])
-    for message in sent:
-        if message["seconds"] > 0:
-            shown = {key: message.get(key) for key in keys}
-            found[name_collective(message["collective"])]["messages"].append(shown)
-    cluster = run.messages.get("cluster", "")
-    return {"label": run.name, "cluster": cluster, "collectives": dict(found)}
+
+    def large(name: str) -> list[dict[str, Any]]:
+        return [
+            {**entry, "collective": name_collective(entry["collective"])}
+            for entry in run.messages.get(name, ())
+            if entry["bytes"] >= LEAST_BYTES and entry["seconds"] > 0
+        ]
+
+    sent = large("messages")
+    collectives = {message["collective"] for message in sent}
+    return {
+        "label": run.name,
+        "cluster": run.messages.get("cluster", ""),
+        "messages": sent,
+        "curve": [point for point in large("curve") if point["collective"] in collectives],
+    }

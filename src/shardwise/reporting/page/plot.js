@@ -92,9 +92,25 @@ function zoomable(chart) {
   over.addEventListener("touchend", () => { fingers = null; });
 }
 
-// Options of a chart over the step's time, in milliseconds.
-function overTime(extra) {
+// What a chart says where the mouse is: `describe` gives the tooltip's content, or nothing.
+function answer(chart, describe) {
+  chart.over.addEventListener("mousemove", event => {
+    const box = chart.over.getBoundingClientRect();
+    const content = event.buttons ? null : describe(event.clientX - box.left, event.clientY - box.top, box);
+    if (content) showTip(event.clientX, event.clientY, ...content); else hideTip();
+  });
+  chart.over.addEventListener("mouseleave", hideTip);
+}
+
+// Sizes at the ticks of an axis, and where it may have them.
+const shortBytes = value => value ? show.bytes(value).replace(/\.0+ /, " ") : "0";
+const BINARY = [...Array(50).keys()].map(i => 2 ** i);
+
+// Options of a chart over the step's time, in milliseconds, with a range and an axis for its heights.
+function overTime({ height, range, heights, series, draw, ...more }) {
   return {
+    height, series, scales: { x: { time: false, range: (_, a, b) => [a, b] }, y: { range } },
+    axes: [axis({ label: "milliseconds into the step", values: (_, splits) => milliseconds(splits), size: 24 }), heights],
     cursor: {
       y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
       bind: { dblclick: () => null }, sync: { key: "step", setSeries: false },
@@ -106,9 +122,9 @@ function overTime(extra) {
         chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
         look(a, b);
       }],
-      ...extra.hooks,
+      draw: [draw],
     },
-    ...extra.options,
+    ...more,
   };
 }
 const milliseconds = splits => {

@@ -49,10 +49,10 @@ function hatch(context, name, ratio) {
   return context.createPattern(tile, "repeat");
 }
 
-// Index of the first of sorted `starts[list[i]]` that is beyond `value`.
-function beyond(list, starts, value) {
-  let low = 0, high = list.length;
-  while (low < high) { const middle = (low + high) >> 1; if (starts[list[middle]] <= value) low = middle + 1; else high = middle; }
+// How many of sorted `items` start no later than `time`.
+function countUntil(items, time, start = item => item) {
+  let low = 0, high = items.length;
+  while (low < high) { const middle = (low + high) >> 1; if (start(items[middle]) <= time) low = middle + 1; else high = middle; }
   return low;
 }
 
@@ -62,7 +62,7 @@ function paintStreams(chart, groups) {
   const x = ns => bbox.left + (ns - min) * per, y = px => bbox.top + px * ratio;
   const [ink, soft, card] = ["ink", "soft", "card"].map(colour);
   const fills = Object.fromEntries(Object.keys(SPAN_ROLES).map(role => [role, colour(role)]));
-  const patterns = Object.fromEntries(Object.entries(PARTS).map(([kind, [, role]]) => [kind, hatch(ctx, role, ratio)]));
+  const patterns = Object.fromEntries(Object.entries(PARTS).map(([kind, role]) => [kind, hatch(ctx, role, ratio)]));
   ctx.save();
   ctx.beginPath();
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
@@ -77,7 +77,7 @@ function paintStreams(chart, groups) {
       const left = x(gaps.start[i]), width = gaps.duration[i] * per, kind = words[gaps.kind[i]];
       if (width < 0.4) continue;
       ctx.globalAlpha = 0.1;
-      ctx.fillStyle = fills[PARTS[kind][1]] || soft;
+      ctx.fillStyle = fills[PARTS[kind]] || soft;
       ctx.fillRect(left, y(top + HEAD), width, (bottom - top - HEAD) * ratio);
       ctx.globalAlpha = 0.65;
       ctx.fillStyle = patterns[kind];
@@ -116,7 +116,7 @@ function paintStreams(chart, groups) {
     const barTop = y(laneTop + 16), tall = BAR * ratio, right = bbox.left + bbox.width;
     const drawn = {};
     let labelled = 0;  // where the last label ends: spans of one lane may lie over each other
-    const end = min + bbox.width / per, last = beyond(spans, rank.start, end);
+    const end = min + bbox.width / per, last = countUntil(spans, end, i => rank.start[i]);
     for (let k = 0; k < last; k++) {
       const i = spans[k];
       if (rank.start[i] + rank.duration[i] < min) continue;
@@ -151,7 +151,7 @@ function findSpan(groups, time, height, slack) {
     const lane = group.lanes.find(l => height >= l.top + 12 && height <= l.top + LANE);
     let best = -1;
     if (lane) {
-      const from = beyond(lane.spans, rank.start, time + slack);
+      const from = countUntil(lane.spans, time + slack, i => rank.start[i]);
       for (let k = from - 1; k >= Math.max(0, from - 4000); k--) {
         const i = lane.spans[k];
         if (rank.start[i] + rank.duration[i] + slack < time) continue;
@@ -171,7 +171,7 @@ function describeSpan({ group, lane, span, gap }) {
   const line = (...parts) => el("div", {}, ...parts);
   if (gap !== undefined) {
     const { gaps } = rank, unit = words[gaps.unit[gap]], name = words[gaps.name[gap]];
-    return [line(el("b", {}, PARTS[words[gaps.kind[gap]]][0])), line(`compute stands still ${show.time(gaps.duration[gap])}`),
+    return [line(el("b", {}, partName(words[gaps.kind[gap]]))), line(`compute stands still ${show.time(gaps.duration[gap])}`),
       name ? line(`for ${name.replaceAll("_", "-")} of ${unit || "the root"}`) : null].filter(Boolean);
   }
   const unit = words[rank.unit[span]], bytes = rank.bytes[span], took = rank.duration[span];
@@ -186,7 +186,7 @@ function describeSpan({ group, lane, span, gap }) {
 function drawStreams() {
   const found = section("streams", "Streams of this rank",
     "Scroll or drag to zoom, pinch on a phone. Hatched: compute stands still; the colour says for what.");
-  if (!sides.length) return found.append(missing("No step was profiled: ", command("shardwise train --profile 3"), " measures one.")), found;
+  if (!sides.length) return endWith(found, unprofiled("No step was profiled", "measures one"));
   found.querySelector("h2").replaceWith(el("div", { class: "head" }, el("h2", {}, "Streams of this rank"), resetButton()));
   const used = new Set(), still = new Set();
   sides.forEach((side, index) => {
@@ -194,7 +194,7 @@ function drawStreams() {
     side.ranks[rankOf(index)].gaps.kind.forEach(kind => still.add(side.words[kind]));
   });
   found.append(el("div", { class: "legend" }, Object.entries(SPAN_ROLES).filter(([role]) => used.has(role)).map(([role, text]) => key(role, text)),
-    Object.entries(PARTS).filter(([kind]) => still.has(kind)).map(([, [text, role]]) => key(role, text, "hatched"))));
+    Object.entries(PARTS).filter(([kind]) => still.has(kind)).map(([kind, role]) => key(role, partName(kind), "hatched"))));
   const host = el("div", { class: "plot" });
   found.append(host);
   found.mount = () => {
@@ -202,23 +202,16 @@ function drawStreams() {
     const chart = charts.streams = plot(host, {
       id: "streams",
       ...overTime({
-        options: {
-          height: height + 50, padding: [8, 10, 0, 8], scales: { x: { time: false, range: (_, a, b) => [a, b] }, y: { range: [0, 1] } },
-          axes: [axis({ label: "milliseconds into the step", values: (_, splits) => milliseconds(splits), size: 24 }), { show: false }],
-          series: [{}, { show: false }],
-        },
-        hooks: { draw: [u => paintStreams(u, groups)] },
+        height: height + 50, padding: [8, 10, 0, 8], range: [0, 1], heights: { show: false },
+        series: [{}, { show: false }], draw: u => paintStreams(u, groups),
       }),
     }, [[0, view.end], [null, null]]);
     zoomable(chart);
-    chart.over.addEventListener("mousemove", event => {
-      const box = chart.over.getBoundingClientRect();
-      const time = chart.posToVal(event.clientX - box.left, "x") * 1e6;
+    answer(chart, (x, y, box) => {
       const slack = (view.max - view.min) * 1e6 / box.width * 2;
-      const hit = event.buttons ? null : findSpan(groups, time, event.clientY - box.top, slack);
-      if (hit) showTip(event.clientX, event.clientY, ...describeSpan(hit)); else hideTip();
+      const hit = findSpan(groups, chart.posToVal(x, "x") * 1e6, y, slack);
+      return hit && describeSpan(hit);
     });
-    chart.over.addEventListener("mouseleave", hideTip);
   };
   const left = sides.filter(side => side.listed > Object.keys(side.ranks).length);
   if (left.length) found.append(el("p", { class: "note" }, left.map(side =>

@@ -8,7 +8,7 @@ function drawUnits() {
   const found = section("units", two ? `${data.kind === "run" ? capital(sides[0].label) : sides[0].label} against ${sides[1].label}, by unit` : "By unit", two
     ? "What each unit computes, how long compute waits for its collectives, and the bytes these move."
     : data.kind === "run" && sides.length ? "This run has no prediction to compare with: profile a run whose plan is known, and it is simulated." : null);
-  if (!data.units.length) return found.append(missing("No units to compare: ", command("shardwise train --profile 3"), " measures them and predicts the same plan.")), found;
+  if (!data.units.length) return endWith(found, unprofiled("No units to compare", "measures them and predicts the same plan"));
   const body = el("div", {});
   const choose = metric => { state.metric = metric; fillUnits(body); tabs.forEach(([name, tab]) => tab.setAttribute("aria-pressed", String(name === metric))); };
   const tabs = Object.entries(METRICS).map(([name, [title]]) => [name, el("button", { type: "button", "aria-pressed": String(name === state.metric), onclick: () => choose(name) }, title)]);
@@ -24,7 +24,7 @@ function fillUnits(body) {
   const values = data.units.map(unit => sides.map((_, index) => at(pointer(index, unit)) ?? null));
   const most = Math.max(1, ...values.flat().filter(value => value !== null));
   if (values.flat().every(value => value === null)) {
-    body.replaceChildren(missing("Bytes are not known of this run: ", command("shardwise train --profile 3"), " writes messages.json."));
+    body.replaceChildren(unprofiled("Bytes are not known of this run", "writes messages.json"));
     return;
   }
   const heads = [el("th", {}, "unit"), el("th", { class: "dots" }, el("span", { class: "legend", style: "margin: 0" },
