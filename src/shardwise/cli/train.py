@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
 def train(arguments: argparse.Namespace) -> None:
     """Resolve the configuration, claim the directory, run the ranks."""
     from shardwise.trainer.config import load_config
-    from shardwise.trainer.launch import RankFailed, joined, run_ranks
+    from shardwise.trainer.launch import joined, run_ranks
 
     assignments = [tuple(text.partition("=")[::2]) for text in arguments.assignments]
     for flag, (key, _, _) in _SHORTCUTS.items():
@@ -92,8 +92,6 @@ def train(arguments: argparse.Namespace) -> None:
         _claim_directory(config.run.out, overwrite=arguments.overwrite)
     try:
         run_ranks("shardwise.trainer.loop:train", (config.to_toml(),), config.run.nproc)
-    except RankFailed as error:
-        sys.exit(f"shardwise: {error}")
     finally:
         if sys.stdout.isatty():
             # A rank that was ended while it drew the progress bar left the cursor hidden.

@@ -46,7 +46,7 @@ def draw_side(run: Run, timeline: Timeline, label: str) -> dict[str, Any]:
         "slowest": timeline.slowest,
         "listed": len(timeline.ranks),
         "ranks": ranks,
-        "words": list(texts),
+        "texts": list(texts),
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import processor
-from shardwise.children import name_end, usual_cause
+from shardwise.children import ChildFailed, name_end, usual_cause
 from shardwise.errors import UserError
 from shardwise.trainer.rank import call
 
@@ -27,7 +27,7 @@ _SETTLE_S = 0.3
 _TERMINATE_S = 2.0
 
 
-class RankFailed(Exception):
+class RankFailed(ChildFailed):
     """A rank failed; the message holds its traceback, or the signal that killed it."""
 
     def __init__(self, rank: int, message: str) -> None:

@@ -7,21 +7,21 @@ const memoryKey = role => key(MEMORY_ROLES.includes(role) ? role : "other", MEMO
 
 function drawMemory() {
   const found = section("memory", "Memory of this rank", "Bytes by role, stacked, over the time of the step.");
-  const with_ = sides.map((side, index) => ({ side, index, memory: side.ranks[rankOf(index)].memory })).filter(entry => entry.memory);
-  if (!with_.length) return endWith(found, unprofiled("No memory was recorded", "records it"));
-  const roles = MEMORY_ROLES.filter(role => with_.some(({ memory }) => role in memory.roles));
-  const peak = Math.max(...with_.map(({ memory }) => memory.peak.total));
-  const limits = with_.map(({ memory }) => memory.limit).filter(Boolean);
+  const shown = sides.map((side, index) => ({ side, index, memory: side.ranks[rankOf(index)].memory })).filter(entry => entry.memory);
+  if (!shown.length) return endWith(found, unprofiled("No memory was recorded", "records it"));
+  const roles = MEMORY_ROLES.filter(role => shown.some(({ memory }) => role in memory.roles));
+  const peak = Math.max(...shown.map(({ memory }) => memory.peak.total));
+  const limits = shown.map(({ memory }) => memory.limit).filter(Boolean);
   const near = limits.length && Math.min(...limits) < 1.8 * peak;
-  const highest = Math.max(peak, ...with_.map(({ memory }) => memory.reserved_peak || 0), near ? Math.max(...limits) : 0) * 1.08;
-  found.append(el("div", { class: "pair" }, with_.map(({ side, index, memory }) => {
+  const highest = Math.max(peak, ...shown.map(({ memory }) => memory.reserved_peak || 0), near ? Math.max(...limits) : 0) * 1.08;
+  found.append(el("div", { class: "pair" }, shown.map(({ side, index, memory }) => {
     const host = el("div", { class: "plot" });
     const box = el("div", {}, el("h3", {}, side.label), host);
     box.mount = () => plotMemory(host, side, memory, roles, highest, index);
     return box;
   })));
-  found.append(tableMemory(with_, roles, near));
-  const listed = with_.filter(({ memory }) => memory.largest.length);
+  found.append(tableMemory(shown, roles, near));
+  const listed = shown.filter(({ memory }) => memory.largest.length);
   if (listed.length) found.append(el("details", {}, el("summary", {}, "Largest allocations at the peak"), el("div", { class: "pair" }, listed.map(({ side, index }) => {
     const pointer = `${pointerOf(index)}/memory/largest`;
     return el("table", {}, at(pointer).map((entry, i) => el("tr", {}, el("td", { class: "num" }, num(`${pointer}/${i}/bytes`, "bytes")),
@@ -32,16 +32,16 @@ function drawMemory() {
 }
 
 // The legend, with what each role held at the peak.
-function tableMemory(with_, roles, near) {
+function tableMemory(shown, roles, near) {
   const row = (title, cells, attributes = {}) => el("tr", attributes, el("td", {}, title), cells.map(cell => el("td", { class: "num" }, cell)));
   const cell = (entry, rest, as = "bytes") => at(`${pointerOf(entry.index)}/memory/${rest}`) == null ? "–" : num(`${pointerOf(entry.index)}/memory/${rest}`, as);
-  const rows = roles.map(role => row(memoryKey(role), with_.map(entry => cell(entry, `peak/by_role/${role}`))));
-  rows.push(row(el("b", {}, "at the peak"), with_.map(entry => el("b", {}, cell(entry, "peak/total")))));
-  rows.push(row("time of the peak", with_.map(entry => cell(entry, "peak/time", "time"))));
-  if (with_.some(({ memory }) => memory.allocated_peak)) rows.push(row("allocator's own peak", with_.map(entry => cell(entry, "allocated_peak"))));
-  if (with_.some(({ memory }) => memory.reserved)) rows.push(row(key("soft", "reserved by the allocator", "dash"), with_.map(entry => cell(entry, "reserved_peak"))));
-  if (with_.some(({ memory }) => memory.limit)) rows.push(row(near ? key("warn", "limit", "dash") : "limit (above the chart)", with_.map(entry => cell(entry, "limit"))));
-  return el("table", { class: "roles" }, el("thead", {}, el("tr", {}, el("th", {}, "role"), with_.map(({ side }) => el("th", { class: "num" }, side.label)))), el("tbody", {}, rows));
+  const rows = roles.map(role => row(memoryKey(role), shown.map(entry => cell(entry, `peak/by_role/${role}`))));
+  rows.push(row(el("b", {}, "at the peak"), shown.map(entry => el("b", {}, cell(entry, "peak/total")))));
+  rows.push(row("time of the peak", shown.map(entry => cell(entry, "peak/time", "time"))));
+  if (shown.some(({ memory }) => memory.allocated_peak)) rows.push(row("allocator's own peak", shown.map(entry => cell(entry, "allocated_peak"))));
+  if (shown.some(({ memory }) => memory.reserved)) rows.push(row(key("soft", "reserved by the allocator", "dash"), shown.map(entry => cell(entry, "reserved_peak"))));
+  if (shown.some(({ memory }) => memory.limit)) rows.push(row(near ? key("warn", "limit", "dash") : "limit (above the chart)", shown.map(entry => cell(entry, "limit"))));
+  return el("table", { class: "roles" }, el("thead", {}, el("tr", {}, el("th", {}, "role"), shown.map(({ side }) => el("th", { class: "num" }, side.label)))), el("tbody", {}, rows));
 }
 
 function plotMemory(host, side, memory, roles, highest, index) {

@@ -26,12 +26,12 @@ function buildLanes() {
 }
 
 // Stretches of compute in one phase: forward, backward, optimizer, as often as they alternate.
-function phasesOf(rank, words) {
+function phasesOf(rank, texts) {
   if (rank.phases) return rank.phases;
   const found = [];
   for (let i = 0; i < rank.start.length; i++) {
-    if (words[rank.role[i]] !== "compute") continue;
-    const phase = words[rank.phase[i]], end = rank.start[i] + rank.duration[i], last = found[found.length - 1];
+    if (texts[rank.role[i]] !== "compute") continue;
+    const phase = texts[rank.phase[i]], end = rank.start[i] + rank.duration[i], last = found[found.length - 1];
     if (last && last.phase === phase) last.end = Math.max(last.end, end);
     else found.push({ phase, start: rank.start[i], end });
   }
@@ -70,11 +70,11 @@ function paintStreams(chart, groups) {
   ctx.textBaseline = "middle";
   ctx.textAlign = "left";
   for (const { side, index, rank, top, bottom, lanes } of groups) {
-    const words = side.words, { gaps } = rank;
+    const texts = side.texts, { gaps } = rank;
     const end = min + bbox.width / per;
     for (let i = 0; i < gaps.start.length; i++) {
       if (gaps.start[i] > end || gaps.start[i] + gaps.duration[i] < min) continue;
-      const left = x(gaps.start[i]), width = gaps.duration[i] * per, kind = words[gaps.kind[i]];
+      const left = x(gaps.start[i]), width = gaps.duration[i] * per, kind = texts[gaps.kind[i]];
       if (width < 0.4) continue;
       ctx.globalAlpha = 0.1;
       ctx.fillStyle = fills[PARTS[kind]] || soft;
@@ -84,7 +84,7 @@ function paintStreams(chart, groups) {
       if (lanes.length) ctx.fillRect(left, y(lanes[0].top + 16), width, BAR * ratio);
     }
     ctx.globalAlpha = 1;
-    for (const { top: laneTop, spans } of lanes) paintLane(laneTop, spans, rank, words);
+    for (const { top: laneTop, spans } of lanes) paintLane(laneTop, spans, rank, texts);
     // Names last, on a strip of the card's colour, so that they stay readable over the shading.
     ctx.fillStyle = ink;
     ctx.font = `600 ${12.5 * ratio}px system-ui, sans-serif`;
@@ -92,7 +92,7 @@ function paintStreams(chart, groups) {
     let free = bbox.left + ctx.measureText(named(index)).width + 14 * ratio;
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     ctx.fillStyle = soft;
-    for (const { phase, start, end: until } of phasesOf(rank, words)) {
+    for (const { phase, start, end: until } of phasesOf(rank, texts)) {
       const wide = ctx.measureText(phase).width;
       const left = Math.max(Math.min(Math.max(x(start), bbox.left), bbox.left + bbox.width - wide), free);
       if (x(until) < left - wide || x(start) > bbox.left + bbox.width) continue;
@@ -112,7 +112,7 @@ function paintStreams(chart, groups) {
   }
   ctx.restore();
 
-  function paintLane(laneTop, spans, rank, words) {
+  function paintLane(laneTop, spans, rank, texts) {
     const barTop = y(laneTop + 16), tall = BAR * ratio, right = bbox.left + bbox.width;
     const drawn = {};
     let labelled = 0;  // where the last label ends: spans of one lane may lie over each other
@@ -120,7 +120,7 @@ function paintStreams(chart, groups) {
     for (let k = 0; k < last; k++) {
       const i = spans[k];
       if (rank.start[i] + rank.duration[i] < min) continue;
-      const role = words[rank.role[i]];
+      const role = texts[rank.role[i]];
       let left = Math.max(x(rank.start[i]), bbox.left - 2), width = Math.min(x(rank.start[i] + rank.duration[i]), right + 2) - left;
       // Spans too thin to tell apart are drawn once.
       if (width < 1) { width = 1; const at = Math.floor(left); if (drawn[role] === at) continue; drawn[role] = at; }
@@ -128,7 +128,7 @@ function paintStreams(chart, groups) {
       ctx.globalAlpha = role === "host" ? 0.55 : 1;
       ctx.fillRect(left, barTop, width > 4 * ratio ? width - ratio : width, tall);
       ctx.globalAlpha = 1;
-      if (width > 46 * ratio && role !== "host") label(words[rank.unit[i]] || words[rank.name[i]], left, width, role);
+      if (width > 46 * ratio && role !== "host") label(texts[rank.unit[i]] || texts[rank.name[i]], left, width, role);
     }
     function label(text, left, width, role) {
       ctx.font = `${11 * ratio}px system-ui, sans-serif`;
@@ -167,19 +167,19 @@ function findSpan(groups, time, height, slack) {
 }
 
 function describeSpan({ group, lane, span, gap }) {
-  const { rank, side } = group, words = side.words;
+  const { rank, side } = group, texts = side.texts;
   const line = (...parts) => el("div", {}, ...parts);
   if (gap !== undefined) {
-    const { gaps } = rank, unit = words[gaps.unit[gap]], name = words[gaps.name[gap]];
-    return [line(el("b", {}, partName(words[gaps.kind[gap]]))), line(`compute stands still ${show.time(gaps.duration[gap])}`),
+    const { gaps } = rank, unit = texts[gaps.unit[gap]], name = texts[gaps.name[gap]];
+    return [line(el("b", {}, partName(texts[gaps.kind[gap]]))), line(`compute stands still ${show.time(gaps.duration[gap])}`),
       name ? line(`for ${name.replaceAll("_", "-")} of ${unit || "the root"}`) : null].filter(Boolean);
   }
-  const unit = words[rank.unit[span]], bytes = rank.bytes[span], took = rank.duration[span];
+  const unit = texts[rank.unit[span]], bytes = rank.bytes[span], took = rank.duration[span];
   return [
-    line(el("b", {}, words[rank.name[span]].replaceAll("_", "-")), unit ? ` of ${unit}` : ""),
-    line(`${words[rank.phase[span]] || "no phase"}, ${SPAN_ROLES[words[rank.role[span]]]} on ${lane.stream}`),
+    line(el("b", {}, texts[rank.name[span]].replaceAll("_", "-")), unit ? ` of ${unit}` : ""),
+    line(`${texts[rank.phase[span]] || "no phase"}, ${SPAN_ROLES[texts[rank.role[span]]]} on ${lane.stream}`),
     line(`${show.time(took)} from ${show.time(rank.start[span])}`),
-    bytes ? line(`${show.bytes(bytes)}${took && words[rank.role[span]] === "transfer" ? `, ${show.rate(bytes / took * 1e9)}` : ""}`) : null,
+    bytes ? line(`${show.bytes(bytes)}${took && texts[rank.role[span]] === "transfer" ? `, ${show.rate(bytes / took * 1e9)}` : ""}`) : null,
   ].filter(Boolean);
 }
 
@@ -190,8 +190,8 @@ function drawStreams() {
   found.querySelector("h2").replaceWith(el("div", { class: "head" }, el("h2", {}, "Streams of this rank"), resetButton()));
   const used = new Set(), still = new Set();
   sides.forEach((side, index) => {
-    side.ranks[rankOf(index)].role.forEach(role => used.add(side.words[role]));
-    side.ranks[rankOf(index)].gaps.kind.forEach(kind => still.add(side.words[kind]));
+    side.ranks[rankOf(index)].role.forEach(role => used.add(side.texts[role]));
+    side.ranks[rankOf(index)].gaps.kind.forEach(kind => still.add(side.texts[kind]));
   });
   found.append(el("div", { class: "legend" }, Object.entries(SPAN_ROLES).filter(([role]) => used.has(role)).map(([role, text]) => key(role, text)),
     Object.entries(PARTS).filter(([kind]) => still.has(kind)).map(([kind, role]) => key(role, partName(kind), "hatched"))));
@@ -205,10 +205,10 @@ function drawStreams() {
         height: height + 50, padding: [8, 10, 0, 8], range: [0, 1], heights: { show: false },
         series: [{}, { show: false }], draw: u => paintStreams(u, groups),
       }),
-    }, [[0, view.end], [null, null]]);
+    }, [[0, visible.end], [null, null]]);
     zoomable(chart);
     answer(chart, (x, y, box) => {
-      const slack = (view.max - view.min) * 1e6 / box.width * 2;
+      const slack = (visible.max - visible.min) * 1e6 / box.width * 2;
       const hit = findSpan(groups, chart.posToVal(x, "x") * 1e6, y, slack);
       return hit && describeSpan(hit);
     });

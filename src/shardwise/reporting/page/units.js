@@ -31,10 +31,10 @@ function fillUnits(body) {
     sides.map((side, index) => key(role, side.label, index ? "ring" : "dot")))), ...sides.map(side => el("th", { class: "num" }, side.label))];
   if (sides.length > 1) heads.push(el("th", { class: "num apart" }, "difference"));
   const rows = data.units.map((unit, i) => {
-    const places = values[i].map(value => value === null ? null : 100 * value / most);
-    const known = places.filter(place => place !== null);
+    const positions = values[i].map(value => value === null ? null : 100 * value / most);
+    const known = positions.filter(position => position !== null);
     const line = known.length > 1 ? el("s", { style: `left: ${Math.min(...known)}%; width: ${Math.max(...known) - Math.min(...known)}%` }) : null;
-    const dots = places.map((place, index) => place === null ? null : el("i", { class: index ? "second" : "first", style: `left: ${place}%; --dot: var(--${role})` })).reverse();
+    const dots = positions.map((position, index) => position === null ? null : el("i", { class: index ? "second" : "first", style: `left: ${position}%; --dot: var(--${role})` })).reverse();
     const cells = sides.map((_, index) => el("td", { class: "num" }, num(pointer(index, unit), as)));
     if (sides.length > 1) cells.push(el("td", { class: "num apart" }, values[i].includes(null) ? "–" : num(pointer(late, unit), as, { less: pointer(1 - late, unit) })));
     return el("tr", {}, el("td", { class: "unit" }, unit || "root"), el("td", { class: "dots" }, el("div", { style: "margin: 0 .4rem" }, line, dots)), cells);
