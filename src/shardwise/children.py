@@ -90,7 +90,7 @@ def supervise(command: Callable[[], int]) -> int:
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, outside)
         os.close(writer)
-        end_when_closed(reader)
+        threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
         return command()
     os.close(reader)
     ended, status = 0, 0
@@ -107,13 +107,7 @@ def supervise(command: Callable[[], int]) -> int:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def end_when_closed(pipe: int) -> None:
-    """End this process as soon as whoever started it, and holds the pipe's other end, is gone."""
-
-    def wait() -> None:
-        # os.read rather than a file: a thread in a buffered reader breaks interpreter shutdown.
-        while os.read(pipe, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+def _end_with_parent(reader: int) -> None:
+    """The parent never writes: its end of the pipe closes when it is gone."""
+    os.read(reader, 1)
+    os._exit(1)
