@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardwise.predict.search import plan, search
     from shardwise.predict.simulate import simulate
     from shardwise.profiling.collect import profile
-    from shardwise.reporting.api import report
+    from shardwise.reporting.report import report
 
 _HOMES = {
     "CPUOffloadPolicy": "fsdp2",
@@ -67,7 +67,7 @@ _HOMES = {
     "record": "engine.collectives",
     "register_fsdp_forward_method": "fsdp2",
     "replace_torch_fully_shard": "fsdp2",
-    "report": "reporting.api",
+    "report": "reporting.report",
     "search": "predict.search",
     "shard": "engine.api",
     "share_comm_ctx": "fsdp2",

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise import processor
 
-_CAUSES = {
+_CAUSES: dict[int, str] = {
     signal.SIGKILL: "most often that is the system running out of host memory",
     signal.SIGILL: (
         "the processor refused an instruction, most often one of AMX that it announces and its "
@@ -47,7 +47,7 @@ def name_end(code: int) -> str:
 
 def usual_cause(code: int) -> str:
     """What most often brings that signal; nothing for an exit."""
-    return next((cause for number, cause in _CAUSES.items() if number == -code), "")
+    return _CAUSES.get(-code, "")
 
 
 def describe_end(code: int) -> str:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardwise.reporting.html import report_comparison, report_run
+from shardwise.reporting.report import report_comparison, report_run
 from shardwise.reporting.run import read_run
 from tests.browser.browser import Browser
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.reporting.api import report
-from shardwise.reporting.html import report_comparison, report_run
+from shardwise.reporting.report import report, report_comparison, report_run
 from shardwise.reporting.run import Run, read_run
 from tests.browser.browser import CHROMIUM, DRIVER, Browser
 from tests.browser.made import crowd, make_run
@@ -225,8 +224,8 @@ def test_a_span_answers_with_unit_phase_duration_and_bytes(
     browser.open(pages.run)
     data = data_of(browser)
     side = data["sides"][0]
-    rank, words = side["ranks"][str(side["slowest"])], side["words"]
-    end = browser.run("return view.end") * 1e6
+    rank, texts = side["ranks"][str(side["slowest"])], side["texts"]
+    end = browser.run("return visible.end") * 1e6
     lanes = browser.run(
         "return buildLanes().groups[0].lanes.map(l => [l.stream, l.top + 16 + BAR / 2])"
     )
@@ -234,12 +233,12 @@ def test_a_span_answers_with_unit_phase_duration_and_bytes(
         lane = dict(lanes)[name]
         i = next(
             i for i, stream in enumerate(rank["stream"])
-            if rank["streams"][stream] == name and words[rank["name"][i]] == wanted
+            if rank["streams"][stream] == name and texts[rank["name"][i]] == wanted
         )  # fmt: skip
         place = (rank["start"][i] + rank["duration"][i] / 2) / end
         text = hover(browser, STREAMS, place, lane)
-        assert f"{wanted.replace('_', '-')} of {words[rank['unit'][i]]}" in text
-        assert words[rank["phase"][i]] in text
+        assert f"{wanted.replace('_', '-')} of {texts[rank['unit'][i]]}" in text
+        assert texts[rank["phase"][i]] in text
         assert shown_as(rank["duration"][i], "time") in text
         if rank["bytes"][i]:
             assert shown_as(rank["bytes"][i], "bytes") in text
@@ -252,19 +251,19 @@ def test_a_gap_says_what_compute_waits_for(browser: Browser, pages: SimpleNamesp
     browser.open(pages.run)
     data = data_of(browser)
     side = data["sides"][0]
-    rank, words = side["ranks"][str(side["slowest"])], side["words"]
+    rank, texts = side["ranks"][str(side["slowest"])], side["texts"]
     gaps = rank["gaps"]
-    kinds = [words[kind] for kind in gaps["kind"]]
+    kinds = [texts[kind] for kind in gaps["kind"]]
     i = max(
         (i for i, kind in enumerate(kinds) if kind == "exposed_transfer"),
         key=lambda i: gaps["duration"][i],
     )
-    place = (gaps["start"][i] + gaps["duration"][i] / 2) / (browser.run("return view.end") * 1e6)
+    place = (gaps["start"][i] + gaps["duration"][i] / 2) / (browser.run("return visible.end") * 1e6)
     top = browser.run("return buildLanes().groups[0].lanes[0].top + 16 + BAR / 2")
     text = hover(browser, STREAMS, place, top)
     assert "exposed transfer" in text
     assert shown_as(gaps["duration"][i], "time") in text
-    assert words[gaps["unit"][i]] in text
+    assert texts[gaps["unit"][i]] in text
 
 
 @pytest.mark.parametrize(
@@ -286,8 +285,8 @@ def test_charts_answer_where_the_mouse_is(
 
 def test_a_message_answers_on_the_bandwidth_curve(browser: Browser, pages: SimpleNamespace) -> None:
     browser.open(pages.run)
-    wire = data_of(browser)["wires"][0]["collectives"]["all-gather"]
-    sent = wire["messages"][0]
+    messages = data_of(browser)["wires"][0]["messages"]
+    sent = next(m for m in messages if m["collective"] == "all-gather")
     across, down = browser.run(
         "const c = charts.wire; return [c.valToPos(arguments[0], 'x') / c.over.clientWidth, "
         "c.valToPos(arguments[0] / arguments[1], 'y') / c.over.clientHeight]",

@@ -8,18 +8,16 @@ import re
 
 import pytest
 
-from shardwise.reporting.compose import find_in
-from shardwise.reporting.findings.find import choose, find
-from shardwise.reporting.findings.finding import Finding
-from shardwise.reporting.findings.wire import FIRST, LAST, LATE, TURN, WIRE, explain
-from shardwise.reporting.run import read_run
-from shardwise.reporting.words import (
+from shardwise.reporting.findings import Finding, choose, find, find_in
+from shardwise.reporting.findings.communication import FIRST, LAST, LATE, TURN, WIRE, explain
+from shardwise.reporting.formats import (
     name_collective,
     name_units,
     show_bytes,
     show_share,
     show_time,
 )
+from shardwise.reporting.run import read_run
 from shardwise.timeline import MemoryCurve, Span, Timeline
 from tests.browser.made import Workload, cluster, resolved, simulate
 from tests.parity import planted

@@ -80,7 +80,7 @@ def test_only_the_first_traceback_is_shown(tmp_path, capfd, target):
     assert str(error).count("Traceback") == 1
     assert "in deep_fault" in str(error)
     assert "ZeroDivisionError: the fault that began it" in str(error)
-    assert "rank.py" not in str(error)
+    assert "launch.py" not in str(error)
     assert capfd.readouterr() == ("", "")
 
 

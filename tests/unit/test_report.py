@@ -14,13 +14,10 @@ import pytest
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.errors import UserError
-from shardwise.reporting.api import report
-from shardwise.reporting.compare import compose_comparison
-from shardwise.reporting.compose import compose_run
-from shardwise.reporting.html import render, report_run, write_html
+from shardwise.reporting.report import report, report_comparison, report_run
 from shardwise.reporting.run import Run, read_run
-from shardwise.reporting.text import summarize
-from shardwise.reporting.view import MOST_MOMENTS, MOST_SPANS, choose_ranks, thin
+from shardwise.reporting.side import MOST_MOMENTS, MOST_SPANS, choose_ranks, thin
+from shardwise.reporting.summary import summarize
 from shardwise.timeline import MemoryCurve, Timeline
 from tests.browser.made import crowd, make_run, resolved
 
@@ -84,26 +81,26 @@ def made(tmp_path_factory):
 
 def test_the_page_fetches_nothing_and_holds_its_data(made):
     run = read_run(made)
-    page = Page(render(compose_run(run)))
+    page = Page(report_run(run).render())
     assert page.fetched == []
     assert "@import" not in page.data["style"] and "url(" not in page.data["style"]
-    assert json.loads(page.data["data"]) == compose_run(run)
+    assert json.loads(page.data["data"]) == report_run(run).data
     assert "prefers-color-scheme" in page.data["script"]
 
 
 def test_the_page_is_small_enough_for_a_phone(made):
-    assert len(render(compose_run(read_run(made)))) < 300_000
+    assert len(report_run(read_run(made)).render()) < 300_000
     assert len(report(None, crowd(20_000)).render()) < 1_500_000
 
 
 def test_text_of_the_run_cannot_end_the_page_s_script(made):
-    text = render(compose_run(read_run(made)))
+    text = report_run(read_run(made)).render()
     assert "alert(1)" in text
     assert "</pre><script>alert(1)" not in text
 
 
 def test_the_parts_of_every_rank_sum_to_its_step(made):
-    data = compose_run(read_run(made))
+    data = report_run(read_run(made)).data
     assert [side["label"] for side in data["sides"]] == ["measured", "predicted"]
     for side in data["sides"]:
         for rank in side["ranks"].values():
@@ -112,7 +109,7 @@ def test_the_parts_of_every_rank_sum_to_its_step(made):
 
 def test_the_page_holds_every_span_and_the_peak_of_memory(made):
     run = read_run(made)
-    side = compose_run(run)["sides"][0]
+    side = report_run(run).data["sides"][0]
     for rank in run.timeline.ranks:
         shown = side["ranks"][str(rank)]
         assert len(shown["start"]) == sum(s.rank == rank for s in run.timeline.spans)
@@ -126,7 +123,7 @@ def test_the_page_holds_every_span_and_the_peak_of_memory(made):
 def test_the_units_add_up_to_what_was_computed_and_exposed(made):
     run = read_run(made)
     for side, timeline in zip(
-        compose_run(run)["sides"], (run.timeline, run.predicted), strict=True
+        report_run(run).data["sides"], (run.timeline, run.predicted), strict=True
     ):
         for rank, shown in side["ranks"].items():
             spans = [s for s in timeline.spans if s.rank == int(rank) and s.role == "compute"]
@@ -142,16 +139,14 @@ def test_tiny_messages_do_not_stretch_the_curve(tmp_path):
         small = {**entry, "bytes": 4}
         messages["messages" if "unit" in entry else "curve"].append(small)
     (directory / "messages.json").write_text(json.dumps(messages))
-    (found,) = compose_run(read_run(directory))["wires"]
-    drawn = [
-        b for c in found["collectives"].values() for k in c["curve"].values() for b in k["bytes"]
-    ]
+    (found,) = report_run(read_run(directory)).data["wires"]
+    drawn = [point["bytes"] for point in found["curve"]]
     assert drawn and min(drawn) >= 1024
 
 
 def test_units_have_compute_exposed_time_and_bytes_on_both_sides(made):
     run = read_run(made)
-    data = compose_run(run)
+    data = report_run(run).data
     assert data["units"][:2] == ["layers.0", "layers.1"]
     rank = str(run.timeline.slowest)
     measured = data["sides"][0]["ranks"][rank]["units"]["layers.3"]
@@ -164,7 +159,7 @@ def test_units_have_compute_exposed_time_and_bytes_on_both_sides(made):
 
 def test_the_curves_are_the_metrics(made):
     run = read_run(made)
-    curves = {curve["name"]: curve for curve in compose_run(run)["curves"]}
+    curves = {curve["name"]: curve for curve in report_run(run).data["curves"]}
     assert curves["loss"]["lines"][0]["y"] == run.column("loss")
     assert curves["loss"]["level"] == 2.75
     # 6 FLOP for each of 48 million parameters and each token, on 4 devices of 1 TFLOP/s.
@@ -173,7 +168,7 @@ def test_the_curves_are_the_metrics(made):
 
 
 def test_what_is_missing_is_empty_or_explained(tmp_path):
-    data = compose_run(fabricate(tmp_path, exposed=None))
+    data = report_run(fabricate(tmp_path, exposed=None)).data
     assert data["sides"] == data["units"] == data["wires"] == []
     notes = {curve["name"]: curve["note"] for curve in data["curves"]}
     assert notes["exposed_share"] == "Not measured on this device."
@@ -185,7 +180,7 @@ def test_what_is_missing_is_empty_or_explained(tmp_path):
 def test_a_directory_with_a_timeline_alone_is_reported(tmp_path, made):
     (tmp_path / "timeline.json").write_text((made / "timeline.json").read_text())
     run = read_run(tmp_path)
-    data = compose_run(run)
+    data = report_run(run).data
     assert len(data["findings"]) == 3 and len(data["sides"]) == 1
     assert data["summary"][0].startswith("step        101 ms on 4 ranks")
 
@@ -213,7 +208,7 @@ def test_a_long_memory_curve_is_thinned_around_its_peak():
 def test_a_comparison_says_which_is_faster_and_why(made, tmp_path):
     other = make_run(tmp_path / "other", title="slow wire", rate=4e9, slow={}, prefetch=1)
     first, second = read_run(made), read_run(other)
-    data = compose_comparison(first, second)
+    data = report_comparison(first, second).data
     assert [side["label"] for side in data["sides"]] == ["made", "slow wire"]
     text = data["findings"][0]["text"]
     low, high = sorted((first.timeline.step, second.timeline.step))
@@ -225,7 +220,7 @@ def test_a_comparison_says_which_is_faster_and_why(made, tmp_path):
 
 def test_two_directories_with_the_same_title_are_told_apart(made, tmp_path):
     make_run(tmp_path / "run", title="made")
-    data = compose_comparison(read_run(made), read_run(tmp_path / "run"))
+    data = report_comparison(read_run(made), read_run(tmp_path / "run")).data
     assert [side["label"] for side in data["sides"]] == ["run (A)", "run (B)"]
     assert data["findings"][0]["text"].startswith("Both steps take")
 
@@ -239,7 +234,7 @@ def test_a_traced_step_is_not_compared_with_one_that_was_not(made):
     def run(name, labels):
         return Run(name, timeline=dataclasses.replace(step, labels={"engine": name, **labels}))
 
-    data = compose_comparison(run("torch", traced), run("shardwise", timed))
+    data = report_comparison(run("torch", traced), run("shardwise", timed)).data
     texts = [finding["text"] for finding in data["findings"]]
     assert not any("faster" in text or "Compute" in text for text in texts)
     assert "torch (traced) was timed while it was traced" in texts[0]
@@ -247,9 +242,9 @@ def test_a_traced_step_is_not_compared_with_one_that_was_not(made):
     assert [side["label"] for side in data["sides"]] == ["torch (traced)", "shardwise"]
     # Profiles that were written before the label tell by what they took.
     older = run("torch", {"step_ms": "113.0"}), run("shardwise", {**timed, "timing": "untraced"})
-    assert "do not compare" in compose_comparison(*older)["findings"][0]["text"]
+    assert "do not compare" in report_comparison(*older).data["findings"][0]["text"]
     for labels in (timed, traced):
-        same = compose_comparison(run("torch", labels), run("shardwise", labels))
+        same = report_comparison(run("torch", labels), run("shardwise", labels)).data
         assert same["findings"][0]["text"].startswith("Both steps take")
 
 
@@ -257,7 +252,7 @@ def test_runs_without_timelines_are_compared_by_their_logs(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     runs = [fabricate(tmp_path / name) for name in ("a", "b")]
-    data = compose_comparison(*runs)
+    data = report_comparison(*runs).data
     assert data["findings"][0]["text"] == "A step takes 125 ms in a and 125 ms in b."
 
 
@@ -265,7 +260,7 @@ def test_runs_with_nothing_in_common_are_refused(tmp_path, made):
     logged = fabricate(tmp_path)
     only_step = Run("step", timeline=read_run(made).timeline)
     with pytest.raises(UserError, match="nothing in common"):
-        compose_comparison(logged, only_step)
+        report_comparison(logged, only_step)
 
 
 # The command and the function
@@ -317,9 +312,10 @@ def test_a_report_that_cannot_be_written_says_so(made, tmp_path):
 def test_reports_are_made_without_torch(made):
     script = (
         "import sys\nfrom pathlib import Path\n"
-        "from shardwise.reporting.html import write_html\n"
+        "from shardwise.reporting.report import report_run\n"
         "from shardwise.reporting.run import read_run\n"
-        f"write_html(read_run(Path({str(made)!r})))\n"
+        f"run = Path({str(made)!r})\n"
+        "report_run(read_run(run)).write(run / 'report.html')\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -341,8 +337,11 @@ def test_what_the_device_cannot_measure_is_said(tmp_path):
     assert "exposed unknown" in summarize(fabricate(tmp_path, exposed=None), "")[1]
 
 
-def test_the_report_is_written_beside_the_run(tmp_path):
-    assert write_html(fabricate(tmp_path)) == tmp_path / "report.html"
+def test_the_report_is_written_beside_the_run(tmp_path, capsys):
+    fabricate(tmp_path)
+    assert main(["report", str(tmp_path)]) in (0, None)
+    assert capsys.readouterr().out.startswith(f"report      {tmp_path / 'report.html'}\n")
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_a_run_cut_short_in_a_row_is_read_up_to_it(tmp_path):

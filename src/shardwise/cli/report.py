@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the report; print its path, the summary and the first finding."""
-    from shardwise.reporting.html import report_comparison, report_run
+    from shardwise.reporting.report import report_comparison, report_run
     from shardwise.reporting.run import read_run
     from shardwise.run_files import REPORT
 

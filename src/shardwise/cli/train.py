@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.run_files import FILES
 
 # Flags that are shorter names of configuration keys.
 _SHORTCUTS = {
@@ -66,8 +67,7 @@ def add_parser(subparsers: Any) -> None:
 def train(arguments: argparse.Namespace) -> None:
     """Resolve the configuration, claim the directory, run the ranks."""
     from shardwise.trainer.config import load_config
-    from shardwise.trainer.launch import RankFailed, joined, run_ranks
-    from shardwise.trainer.outputs import claim_directory
+    from shardwise.trainer.launch import joined, run_ranks
 
     assignments = [tuple(text.partition("=")[::2]) for text in arguments.assignments]
     for flag, (key, _, _) in _SHORTCUTS.items():
@@ -89,12 +89,27 @@ def train(arguments: argparse.Namespace) -> None:
                 "copy it elsewhere first, or choose another --out"
             )
     if not joined() or os.environ["RANK"] == "0":
-        claim_directory(config.run.out, overwrite=arguments.overwrite)
+        _claim_directory(config.run.out, overwrite=arguments.overwrite)
     try:
         run_ranks("shardwise.trainer.loop:train", (config.to_toml(),), config.run.nproc)
-    except RankFailed as error:
-        sys.exit(f"shardwise: {error}")
     finally:
         if sys.stdout.isatty():
             # A rank that was ended while it drew the progress bar left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
+
+
+def _claim_directory(path: str, *, overwrite: bool) -> None:
+    """Make the directory; one that holds a run is refused, or with `overwrite` cleared of it."""
+    directory = Path(path)
+    held = [name for name in FILES if (directory / name).exists()]
+    if held and not overwrite:
+        raise UserError(
+            f"{path} already holds a run ({', '.join(held)}): choose another --out, or give "
+            f"--overwrite to replace it"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory {path}: {error.strerror}") from error
+    for name in held:
+        (directory / name).unlink()

@@ -1,33 +1,41 @@
-"""Local ranks as subprocesses: all of them succeed, or all end and the first failure is shown."""
+"""Local ranks as processes: all of them succeed, or all end and the first failure is shown."""
 
-import contextlib
+import importlib
 import json
 import math
+import multiprocessing
 import os
-import pickle
+import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from shardwise import processor
-from shardwise.children import name_end, usual_cause
+from shardwise.children import ChildFailed, name_end, usual_cause
 from shardwise.errors import UserError
-from shardwise.trainer.rank import call
 
-_POLL_S = 0.02
 # A rank that fails breaks its peers' connections within milliseconds, so after the first exit a
 # moment is given to all that are failing, and then the one that began it is chosen.
 _SETTLE_S = 0.3
 _TERMINATE_S = 2.0
+# How gloo, the store and NCCL say that another rank has gone.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe"
+    r"|remote process exited|failed to recv|socket timeout",
+    re.IGNORECASE,
+)
 
 
-class RankFailed(Exception):
+class RankFailed(ChildFailed):
     """A rank failed; the message holds its traceback, or the signal that killed it."""
 
     def __init__(self, rank: int, message: str) -> None:
@@ -68,68 +76,105 @@ def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
     and raise RankFailed, or UserError where that is what the rank raised. None is left running.
     """
     if joined():
-        _call_here(target, args, nproc)
+        world = int(os.environ["WORLD_SIZE"])
+        if nproc not in (1, world):
+            raise UserError(
+                f"run.nproc is {nproc}, but torchrun has started {world} ranks already: leave out "
+                f"--nproc, or run without torchrun"
+            )
+        _call(target, args)
         return
     processor.settle()
+    port, spawning = _free_port(), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         records = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[BaseProcess] = []
         try:
-            port = _free_port()
             for rank, record in enumerate(records):
-                processes.append(_start(rank, nproc, port, target, args, record))
+                task = rank, nproc, port, target, args, record
+                processes.append(spawning.Process(target=_run_rank, args=task))
+                processes[-1].start()
             _wait(processes, records)
         finally:
             _end(processes)
 
 
-def _call_here(target: str, args: tuple[Any, ...], nproc: int) -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    if nproc not in (1, world):
-        raise UserError(
-            f"run.nproc is {nproc}, but torchrun has started {world} ranks already: leave out "
-            f"--nproc, or run without torchrun"
-        )
-    call(target, args)
+def _call(target: str, args: tuple[Any, ...]) -> None:
+    module, _, name = target.partition(":")
+    getattr(importlib.import_module(module), name)(*args)
 
 
-def _start(
+# In a rank
+
+
+def _run_rank(
     rank: int, nproc: int, port: int, target: str, args: tuple[Any, ...], record: Path
-) -> subprocess.Popen[bytes]:
+) -> None:
+    """Run the task; a rank that fails leaves a record of when and why."""
+    # Ctrl-C reaches the whole process group; the launcher alone answers it, and ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, (cores or 1) // nproc)),
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.trainer.rank"], stdin=subprocess.PIPE, env=environment
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nproc),
+        LOCAL_WORLD_SIZE=str(nproc),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
-    task = {"target": target, "args": args, "path": sys.path, "record": str(record)}
-    assert process.stdin is not None  # asked for above
-    with contextlib.suppress(BrokenPipeError):  # it has died already: its exit code will tell
-        process.stdin.write(pickle.dumps(task))
-        process.stdin.flush()
-    return process
+    try:
+        _call(target, args)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        _fail(record, stop, code)
+    except BaseException as error:
+        _fail(record, error, 1)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], records: list[Path]) -> None:
+def _fail(record: Path, error: BaseException, code: int) -> None:
+    """Write the record, then end at once: clean-up would wait for peers that are not coming."""
+    text = ""
+    if not isinstance(error, SystemExit):
+        outer = error.__traceback__  # two frames of this module, then the task's own
+        frames = outer.tb_next.tb_next if outer and outer.tb_next else None
+        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    said = {
+        "time": time.monotonic(),
+        "text": text,
+        "lost_peer": isinstance(error, ConnectionError) or bool(_LOST_PEER.search(str(error))),
+        "user_error": str(error) if isinstance(error, UserError) else None,
+    }
+    record.write_text(json.dumps(said), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_launcher() -> None:
+    """A launcher that is killed leaves no orphans."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None  # this process is its child
+    launcher.join()
+    os._exit(1)
+
+
+# In the launcher
+
+
+def _wait(processes: list[BaseProcess], records: list[Path]) -> None:
     """Return when all ranks have ended well; raise for the rank that failed first."""
     while True:
-        codes = [process.poll() for process in processes]
-        if all(code == 0 for code in codes):
-            return
+        codes = [process.exitcode for process in processes]  # one look: they change meanwhile
         if any(codes):
             break
-        time.sleep(_POLL_S)
+        if None not in codes:
+            return
+        wait([p.sentinel for p, code in zip(processes, codes, strict=True) if code is None])
     time.sleep(_SETTLE_S)
     failures = [
-        _read_failure(rank, process.poll(), record)
+        _read_failure(rank, process.exitcode, record)
         for rank, (process, record) in enumerate(zip(processes, records, strict=True))
     ]
     first = min((failure for failure in failures if failure), key=_Failure.order)
@@ -159,20 +204,16 @@ def _explain(failure: _Failure, nproc: int) -> str:
     return f"{who} {name_end(failure.code)}{others}" + (f" ({cause})" if cause else "")
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(processes: list[BaseProcess]) -> None:
     """End what still runs: politely, then by force; reap all."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.terminate()
     deadline = time.monotonic() + _TERMINATE_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # type: ignore[union-attr]
+    for process in started:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
 
 
 def _free_port() -> int:

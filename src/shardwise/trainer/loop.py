@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.errors import UserError
-from shardwise.run_files import CONFIG, FACTS, PLAN
 from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
 from shardwise.trainer.data import Corpus, open_corpus
+from shardwise.trainer.group import Member, join_group, memory_in_use
 from shardwise.trainer.model import LM
-from shardwise.trainer.outputs import MetricsFile, StepMetrics, describe_software, write_json
-from shardwise.trainer.place import Place, join, memory_in_use
-from shardwise.trainer.profiling import StepProfiler
-from shardwise.trainer.progress import progress
-from shardwise.trainer.sizes import parameter_count
+from shardwise.trainer.outputs import StepMetrics, open_log, write_facts
+from shardwise.trainer.step_profiler import StepProfiler
 
 Batch = tuple[Tensor, Tensor]
 
@@ -35,14 +32,14 @@ def train(config_toml: str) -> None:
         seed=config.data.seed,
         token_dtype=config.data.token_dtype,
     )
-    place = join(config.run)
+    member = join_group(config.run)
     torch.manual_seed(config.run.seed)
-    model = LM(config.model.resolve(), config.data.seq, config.model.checkpoint).to(place.device)
-    plan = build_plan(config.plan, model, place.world)
-    if place.rank == 0:
-        _write_facts(config, plan, corpus, place)
+    model = LM(config.model.resolve(), config.data.seq, config.model.checkpoint).to(member.device)
+    plan = build_plan(config.plan, model, member.world)
+    if member.rank == 0:
+        write_facts(config, plan, corpus, member)
     sharded = sw.shard(model, plan)
-    _run_steps(config, sharded, corpus, place, StepProfiler(config, sharded, plan, place))
+    _run_steps(config, sharded, corpus, member, StepProfiler(config, sharded, plan, member))
     dist.destroy_process_group()
 
 
@@ -91,7 +88,7 @@ def lr_at(step: int, steps: int, optim: OptimConfig) -> float:
 
 
 def _run_steps(
-    config: TrainConfig, model: nn.Module, corpus: Corpus, place: Place, profiler: StepProfiler
+    config: TrainConfig, model: nn.Module, corpus: Corpus, member: Member, profiler: StepProfiler
 ) -> None:
     """Train all steps; every `log_every` of them, and the last, give a row of metrics."""
     run, optim, data = config.run, config.optim, config.data
@@ -104,16 +101,15 @@ def _run_steps(
             weight_decay=optim.weight_decay,
         )
     )
-    step_tokens = place.world * run.micro_batches * data.batch * data.seq
-    metrics = MetricsFile(Path(run.out)) if place.rank == 0 else None
+    step_tokens = member.world * run.micro_batches * data.batch * data.seq
     logged, skipped, start, waited = 0, 0, time.perf_counter(), sw.exposed_seconds(model)
-    with progress(run.steps, place.rank) as show:
+    with open_log(Path(run.out), run.steps, member.rank) as log:
         for step in range(1, run.steps + 1):
             lr = lr_at(step, run.steps, optim)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             start += profiler.before(step)
-            batches = _draw_batches(config, corpus, step, place)
+            batches = _draw_batches(config, corpus, step, member)
             loss_sum, norm, took = _take_step(model, optimizer, batches, step_tokens, optim)
             skipped += not took
             start += profiler.after(step)
@@ -132,12 +128,10 @@ def _run_steps(
                 tokens=step * step_tokens,
                 tokens_per_s=(step - logged) * step_tokens / elapsed,
                 step_s=elapsed / (step - logged),
-                memory_bytes=memory_in_use(place.device),
+                memory_bytes=memory_in_use(member.device),
                 exposed_share=_share(waited, waited_now, elapsed),
             )
-            if metrics is not None:
-                metrics.write(row)
-            show(row)
+            log(row)
             if took and not (math.isfinite(loss) and math.isfinite(row.grad_norm)):
                 raise UserError(
                     f"the loss is {loss} and the gradient norm {row.grad_norm} at step {step}: "
@@ -145,8 +139,6 @@ def _run_steps(
                     "dtype, or leave such steps out with optim.nonfinite = 'skip'"
                 )
             logged, start, waited = step, now, waited_now
-    if metrics is not None:
-        metrics.close()
 
 
 def _take_step(
@@ -175,40 +167,17 @@ def _take_step(
     return loss_sum, norm, takes
 
 
-def _draw_batches(config: TrainConfig, corpus: Corpus, step: int, place: Place) -> list[Batch]:
-    data = config.data
-    batches = []
+def _draw_batches(config: TrainConfig, corpus: Corpus, step: int, member: Member) -> list[Batch]:
+    """Give tokens and targets of every micro-batch, on this rank's device."""
+    data, batches = config.data, []
     for micro in range(config.run.micro_batches):
-        tokens_BT, targets_BT = corpus.batch(
-            seed=data.seed, step=step, micro=micro, rank=place.rank, batch=data.batch, seq=data.seq
+        drawn = corpus.batch(
+            seed=data.seed, step=step, micro=micro, rank=member.rank, batch=data.batch, seq=data.seq
         )
-        batches.append(
-            (
-                torch.from_numpy(tokens_BT).to(place.device),
-                torch.from_numpy(targets_BT).to(place.device),
-            )
-        )
+        tokens_BT, targets_BT = (torch.from_numpy(part).to(member.device) for part in drawn)
+        batches.append((tokens_BT, targets_BT))
     return batches
 
 
 def _share(before: float | None, after: float | None, elapsed: float) -> float | None:
     return None if before is None or after is None else (after - before) / elapsed
-
-
-def _write_facts(config: TrainConfig, plan: sw.Plan, corpus: Corpus, place: Place) -> None:
-    out = Path(config.run.out)
-    (out / CONFIG).write_text(config.to_toml(), encoding="utf-8")
-    (out / PLAN).write_text(plan.to_json() + "\n", encoding="utf-8")
-    facts = {
-        **describe_software(),
-        "world": place.world,
-        "device": place.device_name,
-        "backend": place.backend,
-        "threads": torch.get_num_threads(),
-        "parameters": parameter_count(config.model.resolve()),
-        "data": corpus.name,
-        "data_tokens": len(corpus.tokens),
-        "unigram_entropy": corpus.unigram_entropy(),
-        "plan_explanation": plan.explain(config.run.micro_batches),
-    }
-    write_json(out / FACTS, facts)

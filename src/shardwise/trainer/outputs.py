@@ -1,16 +1,70 @@
-"""Writing a run's directory, which `reporting.run` reads."""
+"""What rank 0 writes into the run's directory and shows: facts at the start, then a row for each
+logged step.
+"""
 
 import json
 import math
 import platform
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.run_files import FILES, METRICS
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import shardwise as sw
+from shardwise.reporting.formats import show_bytes
+from shardwise.run_files import CONFIG, FACTS, METRICS, PLAN
+from shardwise.trainer.config import TrainConfig
+from shardwise.trainer.data import Corpus
+from shardwise.trainer.group import Member
+from shardwise.trainer.sizes import parameter_count
+
+_PLAIN_LINES = 20  # of a whole run, where the output is a file or a pipe
+
+
+def write_facts(config: TrainConfig, plan: sw.Plan, corpus: Corpus, member: Member) -> None:
+    """Write the configuration, the plan, and what the run depends on."""
+    out = Path(config.run.out)
+    (out / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+    (out / PLAN).write_text(plan.to_json() + "\n", encoding="utf-8")
+    facts = {
+        "shardwise": _version("shardwise"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "world": member.world,
+        "device": member.device_name,
+        "backend": member.backend,
+        "threads": torch.get_num_threads(),
+        "parameters": parameter_count(config.model.resolve()),
+        "data": corpus.name,
+        "data_tokens": len(corpus.tokens),
+        "unigram_entropy": corpus.unigram_entropy(),
+        "plan_explanation": plan.explain(config.run.micro_batches),
+    }
+    (out / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None  # run from a source tree that is not installed
+
+
+def _commit() -> str | None:
+    """Of the working directory, if it has one."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -28,67 +82,65 @@ class StepMetrics:
     memory_bytes: int  # cuda: peak allocated since the last row; cpu: resident
     exposed_share: float | None  # of the time this rank waited for communication; None: unknown
 
+    def to_json(self) -> str:
+        """One line; JSON has no NaN, so what is not finite is written as null."""
+        row = asdict(self)
+        known = {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
+        return json.dumps({name: known.get(name) for name in row})
 
-def claim_directory(path: str, *, overwrite: bool) -> None:
-    """Make the directory; one that holds a run is refused, or with `overwrite` cleared of it."""
-    directory = Path(path)
-    held = [name for name in FILES if (directory / name).exists()]
-    if held and not overwrite:
-        raise UserError(
-            f"{path} already holds a run ({', '.join(held)}): choose another --out, or give "
-            f"--overwrite to replace it"
+    def __str__(self) -> str:
+        exposed = "" if self.exposed_share is None else f"  exposed {self.exposed_share:.0%}"
+        return (
+            f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tok/s  "
+            f"{show_bytes(self.memory_bytes)}{exposed}"
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the directory {path}: {error.strerror}") from error
-    for name in held:
-        (directory / name).unlink()
 
 
-class MetricsFile:
-    """Appends rows to metrics.jsonl; each is on disk as soon as it is written."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = (directory / METRICS).open("a", encoding="utf-8")
-
-    def write(self, row: StepMetrics) -> None:
-        # JSON has no NaN: what is not finite is written as null.
-        finite = {k: v for k, v in asdict(row).items() if v is not None and math.isfinite(v)}
-        self._file.write(json.dumps({name: finite.get(name) for name in asdict(row)}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+Log = Callable[[StepMetrics], None]
 
 
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write an indented JSON object."""
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+@contextmanager
+def open_log(directory: Path, steps: int, rank: int) -> Iterator[Log]:
+    """Give the function that logs a step. Rank 0 appends it to the file, where it is on disk at
+    once, and shows it; the others do nothing.
+    """
+    if rank != 0:
+        yield lambda row: None
+        return
+    with (directory / METRICS).open("a", encoding="utf-8") as file, _display(steps) as show:
+
+        def log(row: StepMetrics) -> None:
+            print(row.to_json(), file=file, flush=True)
+            show(row)
+
+        yield log
 
 
-def describe_software() -> dict[str, Any]:
-    """Give the versions a run depends on, and the commit of the working directory if it has one."""
-    return {
-        "shardwise": _version("shardwise"),
-        "torch": _version("torch"),
-        "python": platform.python_version(),
-        "commit": _commit(),
-    }
+@contextmanager
+def _display(steps: int) -> Iterator[Log]:
+    """A bar on a terminal, plain lines elsewhere."""
+    console = Console()
+    if not console.is_terminal:
+        yield _line_printer(steps)
+        return
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting", total=steps)
+        yield lambda row: bar.update(task, completed=row.step, description=str(row))
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None  # run from a source tree that is not installed
+def _line_printer(steps: int) -> Log:
+    due = 1
 
+    def show(row: StepMetrics) -> None:
+        nonlocal due
+        if row.step >= due or row.step == steps:
+            due = row.step + max(1, steps // _PLAIN_LINES)
+            print(f"step {row.step}/{steps}  {row}", flush=True)
 
-def _commit() -> str | None:
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()
+    return show

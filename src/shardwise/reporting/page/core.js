@@ -7,12 +7,12 @@ const sides = data.sides;
 const state = { rank: "slowest", metric: "compute" };
 const charts = {};
 
+// The colour of each part of a step.
 const PARTS = {
-  compute: ["compute", "compute"], contention: ["contention", "contention"],
-  exposed_transfer: ["exposed transfer", "transfer"],
-  waiting_for_peers: ["waiting for peers", "waiting"],
-  copies: ["copies", "copy"], host_idle: ["host idle", "host"],
+  compute: "compute", contention: "contention", exposed_transfer: "transfer",
+  waiting_for_peers: "waiting", copies: "copy", host_idle: "host",
 };
+const partName = part => part.replaceAll("_", " ");
 const SPAN_ROLES = { compute: "compute", transfer: "transfer", waiting: "waiting for peers", copy: "copy", host: "host" };
 
 const grouped = text => text.replace(/\B(?=(\d{3})+(?!\d))/g, ",");
@@ -86,11 +86,17 @@ const named = index => sides[index].label + (sides[index].source === "emulated" 
 const pointerOf = index => `/sides/${index}/ranks/${rankOf(index)}`;
 
 function section(id, title, lead, ...content) {
-  const found = el("section", { id }, el("h2", {}, title), lead ? el("p", { class: "lead" }, ...[lead].flat()) : null, content);
+  return el("section", { id }, el("h2", {}, title), lead ? el("p", { class: "lead" }, lead) : null, content);
+}
+// A section that ends with a note where its content would be.
+function endWith(found, note) {
+  found.append(note);
   return found;
 }
 const missing = (...words) => el("p", { class: "note missing" }, ...words);
 const command = text => el("code", {}, text);
+// What is missing, and that profiling does this to it: "records it".
+const unprofiled = (what, does) => missing(`${what}: `, command("shardwise train --profile 3"), ` ${does}.`);
 
 const tip = document.getElementById("tip");
 function showTip(x, y, ...content) {

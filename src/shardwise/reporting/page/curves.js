@@ -5,7 +5,7 @@ const LINES = ["compute", "transfer"];
 
 function drawCurves() {
   const found = section("curves", "Over the run", null);
-  if (!data.curves.length) return found.append(missing("No steps were logged: ", command("shardwise train"), " logs them.")), found;
+  if (!data.curves.length) return endWith(found, missing("No steps were logged: ", command("shardwise train"), " logs them."));
   const labels = [...new Set(data.curves.flatMap(curve => curve.lines.map(line => line.label)))];
   if (labels.length > 1) found.append(el("div", { class: "legend", style: "margin-top: .4rem" }, labels.map((label, i) => key(LINES[i], label))));
   const boxes = data.curves.map((curve, index) => {
@@ -23,7 +23,7 @@ const TICKS = {
   number: value => String(+value.toPrecision(3)),
   count: value => Math.abs(value) >= 1e6 ? +(value / 1e6).toPrecision(3) + " M" : Math.abs(value) >= 1e3 ? +(value / 1e3).toPrecision(3) + " k" : grouped(value.toFixed(0)),
   share: value => +(100 * value).toPrecision(3) + " %",
-  bytes: value => value ? show.bytes(value).replace(/\.0+ /, " ") : "0",
+  bytes: shortBytes,
 };
 
 function plotCurve(host, curve, labels) {
@@ -40,12 +40,11 @@ function plotCurve(host, curve, labels) {
     series,
   }, joined);
   charts[curve.name] = chart;
-  chart.over.addEventListener("mousemove", event => {
+  answer(chart, () => {
     const i = chart.cursor.idx;
-    if (i == null) return hideTip();
+    if (i == null) return null;
     const rows = curve.lines.map((line, k) => joined[k + 1][i] == null ? null : el("div", {}, key(LINES[labels.indexOf(line.label)], `${labels.length > 1 ? line.label + " " : ""}${show[curve.kind](joined[k + 1][i])}`)));
-    showTip(event.clientX, event.clientY, el("div", {}, el("b", {}, `step ${joined[0][i]}`)), ...rows.filter(Boolean),
-      ...(level === null ? [] : [el("div", { class: "note" }, `${curve.level_name} ${show.number(level)}`)]));
+    return [el("div", {}, el("b", {}, `step ${joined[0][i]}`)), ...rows.filter(Boolean),
+      ...(level === null ? [] : [el("div", { class: "note" }, `${curve.level_name} ${show.number(level)}`)])];
   });
-  chart.over.addEventListener("mouseleave", hideTip);
 }

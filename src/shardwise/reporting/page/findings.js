@@ -18,7 +18,7 @@ function drawTiles() {
     const most = index => ranks(index).reduce((a, b) => b[1].parts.waiting_for_peers > a[1].parts.waiting_for_peers ? b : a)[0];
     tiles.push(tile("Step", each(index => num(`/sides/${index}/step`, "time"))));
     for (const name of ["compute", "exposed_transfer"])
-      tiles.push(tile(capital(PARTS[name][0]), each(index => part(name, sides[index].slowest, index)), "of the step"));
+      tiles.push(tile(capital(partName(name)), each(index => part(name, sides[index].slowest, index)), "of the step"));
     tiles.push(tile("Waiting, at most", each(index => part("waiting_for_peers", most(index), index)), `rank ${most(0)}`));
     const peaks = each(index => {
       const held = ranks(index).filter(([, rank]) => rank.memory);

@@ -35,7 +35,7 @@ function draw() {
     page.append(found);
     if (found.mount) found.mount();
   }
-  look(view.min, view.max);
+  look(visible.min, visible.max);
   scrollTo(0, keep);
 }
 
@@ -51,8 +51,8 @@ function drawBar() {
   } }, "◐"));
 }
 
-view.end = Math.max(1e-3, ...sides.map(side => side.step / 1e6), ...sides.flatMap(side => Object.values(side.ranks).map(rank => rank.step / 1e6)));
-view.max = view.end;
+visible.end = Math.max(1e-3, ...sides.map(side => side.step / 1e6), ...sides.flatMap(side => Object.values(side.ranks).map(rank => rank.step / 1e6)));
+visible.max = visible.end;
 drawBar();
 draw();
 dark.addEventListener("change", draw);

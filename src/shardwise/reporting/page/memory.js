@@ -2,53 +2,52 @@
 "use strict";
 
 const MEMORY_ROLES = ["parameters", "full", "gradients", "slots", "state", "activations", "temporary", "other"];
-const BINARY = [...Array(50).keys()].map(i => 2 ** i);
-const MEMORY_WORDS = { full: "full parameters", slots: "reduce slots", state: "optimizer state" };
+const MEMORY_NAMES = { full: "full parameters", slots: "reduce slots", state: "optimizer state" };
+const memoryKey = role => key(MEMORY_ROLES.includes(role) ? role : "other", MEMORY_NAMES[role] || role);
 
 function drawMemory() {
   const found = section("memory", "Memory of this rank", "Bytes by role, stacked, over the time of the step.");
-  const with_ = sides.map((side, index) => ({ side, index, memory: side.ranks[rankOf(index)].memory })).filter(entry => entry.memory);
-  if (!with_.length) return found.append(missing("No memory was recorded: ", command("shardwise train --profile 3"), " records it.")), found;
-  const roles = MEMORY_ROLES.filter(role => with_.some(({ memory }) => role in memory.roles));
-  const peak = Math.max(...with_.map(({ memory }) => memory.peak.total));
-  const limits = with_.map(({ memory }) => memory.limit).filter(Boolean);
+  const shown = sides.map((side, index) => ({ side, index, memory: side.ranks[rankOf(index)].memory })).filter(entry => entry.memory);
+  if (!shown.length) return endWith(found, unprofiled("No memory was recorded", "records it"));
+  const roles = MEMORY_ROLES.filter(role => shown.some(({ memory }) => role in memory.roles));
+  const peak = Math.max(...shown.map(({ memory }) => memory.peak.total));
+  const limits = shown.map(({ memory }) => memory.limit).filter(Boolean);
   const near = limits.length && Math.min(...limits) < 1.8 * peak;
-  const highest = Math.max(peak, ...with_.map(({ memory }) => memory.reserved_peak || 0), near ? Math.max(...limits) : 0) * 1.08;
-  found.append(el("div", { class: "pair" }, with_.map(({ side, index, memory }) => {
+  const highest = Math.max(peak, ...shown.map(({ memory }) => memory.reserved_peak || 0), near ? Math.max(...limits) : 0) * 1.08;
+  found.append(el("div", { class: "pair" }, shown.map(({ side, index, memory }) => {
     const host = el("div", { class: "plot" });
     const box = el("div", {}, el("h3", {}, side.label), host);
     box.mount = () => plotMemory(host, side, memory, roles, highest, index);
     return box;
   })));
-  found.append(tableMemory(with_, roles, near));
-  const listed = with_.filter(({ memory }) => memory.largest.length);
+  found.append(tableMemory(shown, roles, near));
+  const listed = shown.filter(({ memory }) => memory.largest.length);
   if (listed.length) found.append(el("details", {}, el("summary", {}, "Largest allocations at the peak"), el("div", { class: "pair" }, listed.map(({ side, index }) => {
     const pointer = `${pointerOf(index)}/memory/largest`;
     return el("table", {}, at(pointer).map((entry, i) => el("tr", {}, el("td", { class: "num" }, num(`${pointer}/${i}/bytes`, "bytes")),
-      el("td", {}, key(entry.role in MEMORY_WORDS || MEMORY_ROLES.includes(entry.role) ? entry.role : "other", MEMORY_WORDS[entry.role] || entry.role)), el("td", {}, entry.what))));
+      el("td", {}, memoryKey(entry.role)), el("td", {}, entry.what))));
   }))));
   found.mount = () => found.querySelectorAll(".pair > div").forEach(box => box.mount && box.mount());
   return found;
 }
 
 // The legend, with what each role held at the peak.
-function tableMemory(with_, roles, near) {
+function tableMemory(shown, roles, near) {
   const row = (title, cells, attributes = {}) => el("tr", attributes, el("td", {}, title), cells.map(cell => el("td", { class: "num" }, cell)));
   const cell = (entry, rest, as = "bytes") => at(`${pointerOf(entry.index)}/memory/${rest}`) == null ? "–" : num(`${pointerOf(entry.index)}/memory/${rest}`, as);
-  const rows = roles.map(role => row(key(role, MEMORY_WORDS[role] || role), with_.map(entry => cell(entry, `peak/by_role/${role}`))));
-  rows.push(row(el("b", {}, "at the peak"), with_.map(entry => el("b", {}, cell(entry, "peak/total")))));
-  rows.push(row("time of the peak", with_.map(entry => cell(entry, "peak/time", "time"))));
-  if (with_.some(({ memory }) => memory.allocated_peak)) rows.push(row("allocator's own peak", with_.map(entry => cell(entry, "allocated_peak"))));
-  if (with_.some(({ memory }) => memory.reserved)) rows.push(row(key("soft", "reserved by the allocator", "dash"), with_.map(entry => cell(entry, "reserved_peak"))));
-  if (with_.some(({ memory }) => memory.limit)) rows.push(row(near ? key("warn", "limit", "dash") : "limit (above the chart)", with_.map(entry => cell(entry, "limit"))));
-  return el("table", { class: "roles" }, el("thead", {}, el("tr", {}, el("th", {}, "role"), with_.map(({ side }) => el("th", { class: "num" }, side.label)))), el("tbody", {}, rows));
+  const rows = roles.map(role => row(memoryKey(role), shown.map(entry => cell(entry, `peak/by_role/${role}`))));
+  rows.push(row(el("b", {}, "at the peak"), shown.map(entry => el("b", {}, cell(entry, "peak/total")))));
+  rows.push(row("time of the peak", shown.map(entry => cell(entry, "peak/time", "time"))));
+  if (shown.some(({ memory }) => memory.allocated_peak)) rows.push(row("allocator's own peak", shown.map(entry => cell(entry, "allocated_peak"))));
+  if (shown.some(({ memory }) => memory.reserved)) rows.push(row(key("soft", "reserved by the allocator", "dash"), shown.map(entry => cell(entry, "reserved_peak"))));
+  if (shown.some(({ memory }) => memory.limit)) rows.push(row(near ? key("warn", "limit", "dash") : "limit (above the chart)", shown.map(entry => cell(entry, "limit"))));
+  return el("table", { class: "roles" }, el("thead", {}, el("tr", {}, el("th", {}, "role"), shown.map(({ side }) => el("th", { class: "num" }, side.label)))), el("tbody", {}, rows));
 }
 
 function plotMemory(host, side, memory, roles, highest, index) {
   const own = roles.filter(role => role in memory.roles);
   const times = memory.times.map(time => time / 1e6), last = times[times.length - 1];
   const end = Math.max(last, side.step / 1e6);
-  const held = time => { const i = beyond(memory.times.map((_, k) => k), memory.times, time) - 1; return Math.max(0, i); };
   let sum = memory.times.map(() => 0);
   const tops = own.map(role => (sum = sum.map((value, i) => value + memory.roles[role][i])));
   const columns = [[...times, end], ...tops.map(top => [...top, top[top.length - 1]]).reverse()];
@@ -56,26 +55,21 @@ function plotMemory(host, side, memory, roles, highest, index) {
   const chart = plot(host, {
     id: "memory-" + index,
     ...overTime({
-      options: {
-        height: 240, scales: { x: { time: false, range: (_, a, b) => [a, b] }, y: { range: [0, highest] } },
-        axes: [axis({ label: "milliseconds into the step", values: (_, splits) => milliseconds(splits), size: 24 }),
-          axis({ values: (_, splits) => splits.map(value => value ? show.bytes(value).replace(/\.(0+)(?= )/, "") : "0"), size: 68,
-            incrs: BINARY })],
-        series: [{}, ...shades.map(role => ({ fill: colour(role), width: 0, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }))],
-      },
-      hooks: { draw: [u => paintMemory(u, memory)] },
+      height: 240, range: [0, highest],
+      heights: axis({ values: (_, splits) => splits.map(shortBytes), size: 68, incrs: BINARY }),
+      series: [{}, ...shades.map(role => ({ fill: colour(role), width: 0, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }))],
+      draw: u => paintMemory(u, memory),
     }),
   }, columns);
   charts["memory" + index] = chart;
   zoomable(chart);
-  chart.over.addEventListener("mousemove", event => {
-    if (event.buttons) return hideTip();
-    const box = chart.over.getBoundingClientRect(), time = chart.posToVal(event.clientX - box.left, "x") * 1e6, i = held(time);
+  answer(chart, x => {
+    const time = chart.posToVal(x, "x") * 1e6, i = Math.max(0, countUntil(memory.times, time) - 1);
     const total = own.reduce((whole, role) => whole + memory.roles[role][i], 0);
-    showTip(event.clientX, event.clientY, el("div", {}, el("b", {}, show.bytes(total)), ` at ${show.time(time)}`),
-      el("table", {}, [...own].reverse().filter(role => memory.roles[role][i]).map(role => el("tr", {}, el("td", {}, key(role, MEMORY_WORDS[role] || role)), el("td", { class: "num" }, show.bytes(memory.roles[role][i]))))));
+    const rows = shades.filter(role => memory.roles[role][i]).map(role =>
+      el("tr", {}, el("td", {}, memoryKey(role)), el("td", { class: "num" }, show.bytes(memory.roles[role][i]))));
+    return [el("div", {}, el("b", {}, show.bytes(total)), ` at ${show.time(time)}`), el("table", {}, rows)];
   });
-  chart.over.addEventListener("mouseleave", hideTip);
 }
 
 function paintMemory(chart, memory) {

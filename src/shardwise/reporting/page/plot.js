@@ -34,41 +34,41 @@ addEventListener("resize", () => {
 
 // Charts over the time of the step move together.
 const timed = new Set();
-const view = { min: 0, max: 1, end: 1 };
+const visible = { min: 0, max: 1, end: 1 };
 
 function look(min, max) {
-  const least = Math.max(view.end * 1e-6, 1e-5);
-  const width = Math.min(Math.max(max - min, least), view.end);
-  view.min = Math.min(Math.max(min, 0), view.end - width);
-  view.max = view.min + width;
-  for (const chart of timed) chart.setScale("x", { min: view.min, max: view.max });
-  const whole = view.min <= 0 && view.max >= view.end;
+  const least = Math.max(visible.end * 1e-6, 1e-5);
+  const width = Math.min(Math.max(max - min, least), visible.end);
+  visible.min = Math.min(Math.max(min, 0), visible.end - width);
+  visible.max = visible.min + width;
+  for (const chart of timed) chart.setScale("x", { min: visible.min, max: visible.max });
+  const whole = visible.min <= 0 && visible.max >= visible.end;
   for (const button of document.querySelectorAll("button.reset")) button.disabled = whole;
   hideTip();
 }
-const lookAtAll = () => look(0, view.end);
+const lookAtAll = () => look(0, visible.end);
 
 function zoomable(chart) {
   timed.add(chart);
   const over = chart.over;
-  const place = clientX => {
+  const timeAt = clientX => {
     const box = over.getBoundingClientRect();
-    return view.min + (clientX - box.left) / box.width * (view.max - view.min);
+    return visible.min + (clientX - box.left) / box.width * (visible.max - visible.min);
   };
   const scale = (clientX, factor) => {
-    const middle = place(clientX);
-    look(middle - (middle - view.min) * factor, middle + (view.max - middle) * factor);
+    const middle = timeAt(clientX);
+    look(middle - (middle - visible.min) * factor, middle + (visible.max - middle) * factor);
   };
   over.addEventListener("wheel", event => {
-    const span = view.max - view.min;
+    const span = visible.max - visible.min;
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      if (span >= view.end) return;
+      if (span >= visible.end) return;
       event.preventDefault();
       const shift = event.deltaX / over.clientWidth * span;
-      look(view.min + shift, view.max + shift);
+      look(visible.min + shift, visible.max + shift);
       return;
     }
-    if (event.deltaY > 0 && span >= view.end) return;  // nothing more to see: let the page scroll
+    if (event.deltaY > 0 && span >= visible.end) return;  // nothing more to see: let the page scroll
     event.preventDefault();
     scale(event.clientX, Math.exp(Math.max(-1, Math.min(1, event.deltaY / 240))));
   }, { passive: false });
@@ -83,18 +83,34 @@ function zoomable(chart) {
     if (now.length === 2) {
       event.preventDefault();
       scale((now[0] + now[1]) / 2, Math.max(20, fingers[1] - fingers[0]) / Math.max(20, now[1] - now[0]));
-    } else if (now.length === 1 && view.max - view.min < view.end) {
-      const shift = (fingers[0] - now[0]) / over.clientWidth * (view.max - view.min);
-      look(view.min + shift, view.max + shift);
+    } else if (now.length === 1 && visible.max - visible.min < visible.end) {
+      const shift = (fingers[0] - now[0]) / over.clientWidth * (visible.max - visible.min);
+      look(visible.min + shift, visible.max + shift);
     }
     fingers = now;
   }, { passive: false });
   over.addEventListener("touchend", () => { fingers = null; });
 }
 
-// Options of a chart over the step's time, in milliseconds.
-function overTime(extra) {
+// What a chart says where the mouse is: `describe` gives the tooltip's content, or nothing.
+function answer(chart, describe) {
+  chart.over.addEventListener("mousemove", event => {
+    const box = chart.over.getBoundingClientRect();
+    const content = event.buttons ? null : describe(event.clientX - box.left, event.clientY - box.top, box);
+    if (content) showTip(event.clientX, event.clientY, ...content); else hideTip();
+  });
+  chart.over.addEventListener("mouseleave", hideTip);
+}
+
+// Sizes at the ticks of an axis, and where it may have them.
+const shortBytes = value => value ? show.bytes(value).replace(/\.0+ /, " ") : "0";
+const BINARY = [...Array(50).keys()].map(i => 2 ** i);
+
+// Options of a chart over the step's time, in milliseconds, with a range and an axis for its heights.
+function overTime({ height, range, heights, series, draw, ...more }) {
   return {
+    height, series, scales: { x: { time: false, range: (_, a, b) => [a, b] }, y: { range } },
+    axes: [axis({ label: "milliseconds into the step", values: (_, splits) => milliseconds(splits), size: 24 }), heights],
     cursor: {
       y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
       bind: { dblclick: () => null }, sync: { key: "step", setSeries: false },
@@ -106,9 +122,9 @@ function overTime(extra) {
         chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
         look(a, b);
       }],
-      ...extra.hooks,
+      draw: [draw],
     },
-    ...extra.options,
+    ...more,
   };
 }
 const milliseconds = splits => {

@@ -26,12 +26,12 @@ function buildLanes() {
 }
 
 // Stretches of compute in one phase: forward, backward, optimizer, as often as they alternate.
-function phasesOf(rank, words) {
+function phasesOf(rank, texts) {
   if (rank.phases) return rank.phases;
   const found = [];
   for (let i = 0; i < rank.start.length; i++) {
-    if (words[rank.role[i]] !== "compute") continue;
-    const phase = words[rank.phase[i]], end = rank.start[i] + rank.duration[i], last = found[found.length - 1];
+    if (texts[rank.role[i]] !== "compute") continue;
+    const phase = texts[rank.phase[i]], end = rank.start[i] + rank.duration[i], last = found[found.length - 1];
     if (last && last.phase === phase) last.end = Math.max(last.end, end);
     else found.push({ phase, start: rank.start[i], end });
   }
@@ -49,10 +49,10 @@ function hatch(context, name, ratio) {
   return context.createPattern(tile, "repeat");
 }
 
-// Index of the first of sorted `starts[list[i]]` that is beyond `value`.
-function beyond(list, starts, value) {
-  let low = 0, high = list.length;
-  while (low < high) { const middle = (low + high) >> 1; if (starts[list[middle]] <= value) low = middle + 1; else high = middle; }
+// How many of sorted `items` start no later than `time`.
+function countUntil(items, time, start = item => item) {
+  let low = 0, high = items.length;
+  while (low < high) { const middle = (low + high) >> 1; if (start(items[middle]) <= time) low = middle + 1; else high = middle; }
   return low;
 }
 
@@ -62,7 +62,7 @@ function paintStreams(chart, groups) {
   const x = ns => bbox.left + (ns - min) * per, y = px => bbox.top + px * ratio;
   const [ink, soft, card] = ["ink", "soft", "card"].map(colour);
   const fills = Object.fromEntries(Object.keys(SPAN_ROLES).map(role => [role, colour(role)]));
-  const patterns = Object.fromEntries(Object.entries(PARTS).map(([kind, [, role]]) => [kind, hatch(ctx, role, ratio)]));
+  const patterns = Object.fromEntries(Object.entries(PARTS).map(([kind, role]) => [kind, hatch(ctx, role, ratio)]));
   ctx.save();
   ctx.beginPath();
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
@@ -70,21 +70,21 @@ function paintStreams(chart, groups) {
   ctx.textBaseline = "middle";
   ctx.textAlign = "left";
   for (const { side, index, rank, top, bottom, lanes } of groups) {
-    const words = side.words, { gaps } = rank;
+    const texts = side.texts, { gaps } = rank;
     const end = min + bbox.width / per;
     for (let i = 0; i < gaps.start.length; i++) {
       if (gaps.start[i] > end || gaps.start[i] + gaps.duration[i] < min) continue;
-      const left = x(gaps.start[i]), width = gaps.duration[i] * per, kind = words[gaps.kind[i]];
+      const left = x(gaps.start[i]), width = gaps.duration[i] * per, kind = texts[gaps.kind[i]];
       if (width < 0.4) continue;
       ctx.globalAlpha = 0.1;
-      ctx.fillStyle = fills[PARTS[kind][1]] || soft;
+      ctx.fillStyle = fills[PARTS[kind]] || soft;
       ctx.fillRect(left, y(top + HEAD), width, (bottom - top - HEAD) * ratio);
       ctx.globalAlpha = 0.65;
       ctx.fillStyle = patterns[kind];
       if (lanes.length) ctx.fillRect(left, y(lanes[0].top + 16), width, BAR * ratio);
     }
     ctx.globalAlpha = 1;
-    for (const { top: laneTop, spans } of lanes) paintLane(laneTop, spans, rank, words);
+    for (const { top: laneTop, spans } of lanes) paintLane(laneTop, spans, rank, texts);
     // Names last, on a strip of the card's colour, so that they stay readable over the shading.
     ctx.fillStyle = ink;
     ctx.font = `600 ${12.5 * ratio}px system-ui, sans-serif`;
@@ -92,7 +92,7 @@ function paintStreams(chart, groups) {
     let free = bbox.left + ctx.measureText(named(index)).width + 14 * ratio;
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     ctx.fillStyle = soft;
-    for (const { phase, start, end: until } of phasesOf(rank, words)) {
+    for (const { phase, start, end: until } of phasesOf(rank, texts)) {
       const wide = ctx.measureText(phase).width;
       const left = Math.max(Math.min(Math.max(x(start), bbox.left), bbox.left + bbox.width - wide), free);
       if (x(until) < left - wide || x(start) > bbox.left + bbox.width) continue;
@@ -112,15 +112,15 @@ function paintStreams(chart, groups) {
   }
   ctx.restore();
 
-  function paintLane(laneTop, spans, rank, words) {
+  function paintLane(laneTop, spans, rank, texts) {
     const barTop = y(laneTop + 16), tall = BAR * ratio, right = bbox.left + bbox.width;
     const drawn = {};
     let labelled = 0;  // where the last label ends: spans of one lane may lie over each other
-    const end = min + bbox.width / per, last = beyond(spans, rank.start, end);
+    const end = min + bbox.width / per, last = countUntil(spans, end, i => rank.start[i]);
     for (let k = 0; k < last; k++) {
       const i = spans[k];
       if (rank.start[i] + rank.duration[i] < min) continue;
-      const role = words[rank.role[i]];
+      const role = texts[rank.role[i]];
       let left = Math.max(x(rank.start[i]), bbox.left - 2), width = Math.min(x(rank.start[i] + rank.duration[i]), right + 2) - left;
       // Spans too thin to tell apart are drawn once.
       if (width < 1) { width = 1; const at = Math.floor(left); if (drawn[role] === at) continue; drawn[role] = at; }
@@ -128,7 +128,7 @@ function paintStreams(chart, groups) {
       ctx.globalAlpha = role === "host" ? 0.55 : 1;
       ctx.fillRect(left, barTop, width > 4 * ratio ? width - ratio : width, tall);
       ctx.globalAlpha = 1;
-      if (width > 46 * ratio && role !== "host") label(words[rank.unit[i]] || words[rank.name[i]], left, width, role);
+      if (width > 46 * ratio && role !== "host") label(texts[rank.unit[i]] || texts[rank.name[i]], left, width, role);
     }
     function label(text, left, width, role) {
       ctx.font = `${11 * ratio}px system-ui, sans-serif`;
@@ -151,7 +151,7 @@ function findSpan(groups, time, height, slack) {
     const lane = group.lanes.find(l => height >= l.top + 12 && height <= l.top + LANE);
     let best = -1;
     if (lane) {
-      const from = beyond(lane.spans, rank.start, time + slack);
+      const from = countUntil(lane.spans, time + slack, i => rank.start[i]);
       for (let k = from - 1; k >= Math.max(0, from - 4000); k--) {
         const i = lane.spans[k];
         if (rank.start[i] + rank.duration[i] + slack < time) continue;
@@ -167,34 +167,34 @@ function findSpan(groups, time, height, slack) {
 }
 
 function describeSpan({ group, lane, span, gap }) {
-  const { rank, side } = group, words = side.words;
+  const { rank, side } = group, texts = side.texts;
   const line = (...parts) => el("div", {}, ...parts);
   if (gap !== undefined) {
-    const { gaps } = rank, unit = words[gaps.unit[gap]], name = words[gaps.name[gap]];
-    return [line(el("b", {}, PARTS[words[gaps.kind[gap]]][0])), line(`compute stands still ${show.time(gaps.duration[gap])}`),
+    const { gaps } = rank, unit = texts[gaps.unit[gap]], name = texts[gaps.name[gap]];
+    return [line(el("b", {}, partName(texts[gaps.kind[gap]]))), line(`compute stands still ${show.time(gaps.duration[gap])}`),
       name ? line(`for ${name.replaceAll("_", "-")} of ${unit || "the root"}`) : null].filter(Boolean);
   }
-  const unit = words[rank.unit[span]], bytes = rank.bytes[span], took = rank.duration[span];
+  const unit = texts[rank.unit[span]], bytes = rank.bytes[span], took = rank.duration[span];
   return [
-    line(el("b", {}, words[rank.name[span]].replaceAll("_", "-")), unit ? ` of ${unit}` : ""),
-    line(`${words[rank.phase[span]] || "no phase"}, ${SPAN_ROLES[words[rank.role[span]]]} on ${lane.stream}`),
+    line(el("b", {}, texts[rank.name[span]].replaceAll("_", "-")), unit ? ` of ${unit}` : ""),
+    line(`${texts[rank.phase[span]] || "no phase"}, ${SPAN_ROLES[texts[rank.role[span]]]} on ${lane.stream}`),
     line(`${show.time(took)} from ${show.time(rank.start[span])}`),
-    bytes ? line(`${show.bytes(bytes)}${took && words[rank.role[span]] === "transfer" ? `, ${show.rate(bytes / took * 1e9)}` : ""}`) : null,
+    bytes ? line(`${show.bytes(bytes)}${took && texts[rank.role[span]] === "transfer" ? `, ${show.rate(bytes / took * 1e9)}` : ""}`) : null,
   ].filter(Boolean);
 }
 
 function drawStreams() {
   const found = section("streams", "Streams of this rank",
     "Scroll or drag to zoom, pinch on a phone. Hatched: compute stands still; the colour says for what.");
-  if (!sides.length) return found.append(missing("No step was profiled: ", command("shardwise train --profile 3"), " measures one.")), found;
+  if (!sides.length) return endWith(found, unprofiled("No step was profiled", "measures one"));
   found.querySelector("h2").replaceWith(el("div", { class: "head" }, el("h2", {}, "Streams of this rank"), resetButton()));
   const used = new Set(), still = new Set();
   sides.forEach((side, index) => {
-    side.ranks[rankOf(index)].role.forEach(role => used.add(side.words[role]));
-    side.ranks[rankOf(index)].gaps.kind.forEach(kind => still.add(side.words[kind]));
+    side.ranks[rankOf(index)].role.forEach(role => used.add(side.texts[role]));
+    side.ranks[rankOf(index)].gaps.kind.forEach(kind => still.add(side.texts[kind]));
   });
   found.append(el("div", { class: "legend" }, Object.entries(SPAN_ROLES).filter(([role]) => used.has(role)).map(([role, text]) => key(role, text)),
-    Object.entries(PARTS).filter(([kind]) => still.has(kind)).map(([, [text, role]]) => key(role, text, "hatched"))));
+    Object.entries(PARTS).filter(([kind]) => still.has(kind)).map(([kind, role]) => key(role, partName(kind), "hatched"))));
   const host = el("div", { class: "plot" });
   found.append(host);
   found.mount = () => {
@@ -202,23 +202,16 @@ function drawStreams() {
     const chart = charts.streams = plot(host, {
       id: "streams",
       ...overTime({
-        options: {
-          height: height + 50, padding: [8, 10, 0, 8], scales: { x: { time: false, range: (_, a, b) => [a, b] }, y: { range: [0, 1] } },
-          axes: [axis({ label: "milliseconds into the step", values: (_, splits) => milliseconds(splits), size: 24 }), { show: false }],
-          series: [{}, { show: false }],
-        },
-        hooks: { draw: [u => paintStreams(u, groups)] },
+        height: height + 50, padding: [8, 10, 0, 8], range: [0, 1], heights: { show: false },
+        series: [{}, { show: false }], draw: u => paintStreams(u, groups),
       }),
-    }, [[0, view.end], [null, null]]);
+    }, [[0, visible.end], [null, null]]);
     zoomable(chart);
-    chart.over.addEventListener("mousemove", event => {
-      const box = chart.over.getBoundingClientRect();
-      const time = chart.posToVal(event.clientX - box.left, "x") * 1e6;
-      const slack = (view.max - view.min) * 1e6 / box.width * 2;
-      const hit = event.buttons ? null : findSpan(groups, time, event.clientY - box.top, slack);
-      if (hit) showTip(event.clientX, event.clientY, ...describeSpan(hit)); else hideTip();
+    answer(chart, (x, y, box) => {
+      const slack = (visible.max - visible.min) * 1e6 / box.width * 2;
+      const hit = findSpan(groups, chart.posToVal(x, "x") * 1e6, y, slack);
+      return hit && describeSpan(hit);
     });
-    chart.over.addEventListener("mouseleave", hideTip);
   };
   const left = sides.filter(side => side.listed > Object.keys(side.ranks).length);
   if (left.length) found.append(el("p", { class: "note" }, left.map(side =>

@@ -8,7 +8,7 @@ function drawUnits() {
   const found = section("units", two ? `${data.kind === "run" ? capital(sides[0].label) : sides[0].label} against ${sides[1].label}, by unit` : "By unit", two
     ? "What each unit computes, how long compute waits for its collectives, and the bytes these move."
     : data.kind === "run" && sides.length ? "This run has no prediction to compare with: profile a run whose plan is known, and it is simulated." : null);
-  if (!data.units.length) return found.append(missing("No units to compare: ", command("shardwise train --profile 3"), " measures them and predicts the same plan.")), found;
+  if (!data.units.length) return endWith(found, unprofiled("No units to compare", "measures them and predicts the same plan"));
   const body = el("div", {});
   const choose = metric => { state.metric = metric; fillUnits(body); tabs.forEach(([name, tab]) => tab.setAttribute("aria-pressed", String(name === metric))); };
   const tabs = Object.entries(METRICS).map(([name, [title]]) => [name, el("button", { type: "button", "aria-pressed": String(name === state.metric), onclick: () => choose(name) }, title)]);
@@ -24,17 +24,17 @@ function fillUnits(body) {
   const values = data.units.map(unit => sides.map((_, index) => at(pointer(index, unit)) ?? null));
   const most = Math.max(1, ...values.flat().filter(value => value !== null));
   if (values.flat().every(value => value === null)) {
-    body.replaceChildren(missing("Bytes are not known of this run: ", command("shardwise train --profile 3"), " writes messages.json."));
+    body.replaceChildren(unprofiled("Bytes are not known of this run", "writes messages.json"));
     return;
   }
   const heads = [el("th", {}, "unit"), el("th", { class: "dots" }, el("span", { class: "legend", style: "margin: 0" },
     sides.map((side, index) => key(role, side.label, index ? "ring" : "dot")))), ...sides.map(side => el("th", { class: "num" }, side.label))];
   if (sides.length > 1) heads.push(el("th", { class: "num apart" }, "difference"));
   const rows = data.units.map((unit, i) => {
-    const places = values[i].map(value => value === null ? null : 100 * value / most);
-    const known = places.filter(place => place !== null);
+    const positions = values[i].map(value => value === null ? null : 100 * value / most);
+    const known = positions.filter(position => position !== null);
     const line = known.length > 1 ? el("s", { style: `left: ${Math.min(...known)}%; width: ${Math.max(...known) - Math.min(...known)}%` }) : null;
-    const dots = places.map((place, index) => place === null ? null : el("i", { class: index ? "second" : "first", style: `left: ${place}%; --dot: var(--${role})` })).reverse();
+    const dots = positions.map((position, index) => position === null ? null : el("i", { class: index ? "second" : "first", style: `left: ${position}%; --dot: var(--${role})` })).reverse();
     const cells = sides.map((_, index) => el("td", { class: "num" }, num(pointer(index, unit), as)));
     if (sides.length > 1) cells.push(el("td", { class: "num apart" }, values[i].includes(null) ? "–" : num(pointer(late, unit), as, { less: pointer(1 - late, unit) })));
     return el("tr", {}, el("td", { class: "unit" }, unit || "root"), el("td", { class: "dots" }, el("div", { style: "margin: 0 .4rem" }, line, dots)), cells);

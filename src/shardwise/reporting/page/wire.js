@@ -6,10 +6,10 @@ const WIRE = { "all-gather": "compute", "reduce-scatter": "transfer", "all-reduc
 function drawWire() {
   const found = section("wire", "Message size and bandwidth",
     "Lines: what the cluster's description expects. Dots: this step's messages, without waiting for late peers.");
-  const used = data.wires.filter(wire => Object.values(wire.collectives).some(c => c.messages.length));
-  if (!used.length && data.wires.length) return found.append(missing("No message of 1 KiB or more was sent in this step.")), found;
-  if (!used.length) return found.append(missing("No messages were recorded: ", command("shardwise train --profile 3"), " records them.")), found;
-  const names = [...new Set(used.flatMap(wire => Object.keys(wire.collectives)))];
+  const used = data.wires.filter(wire => wire.messages.length);
+  if (!used.length) return endWith(found, data.wires.length ? missing("No message of 1 KiB or more was sent in this step.")
+      : unprofiled("No messages were recorded", "records them"));
+  const names = [...new Set(used.flatMap(wire => [...wire.curve, ...wire.messages].map(entry => entry.collective)))];
   found.append(el("div", { class: "legend" }, names.map(name => key(WIRE[name] || "copy", name, "dot"))));
   const boxes = used.map(wire => {
     const host = el("div", { class: "plot" });
@@ -22,12 +22,11 @@ function drawWire() {
 }
 
 function plotWire(host, wire) {
-  const points = [], lines = [];
-  for (const [name, { curve, messages }] of Object.entries(wire.collectives)) {
-    for (const m of messages) points.push({ ...m, name, rate: m.bytes / m.seconds });
-    for (const [ranks, { bytes, seconds }] of Object.entries(curve))
-      lines.push({ name, ranks, at: bytes.map((b, i) => [b, b / seconds[i]]).filter(([b, rate]) => b > 0 && rate > 0).sort((a, b) => a[0] - b[0]) });
-  }
+  const points = wire.messages.map(m => ({ ...m, rate: m.bytes / m.seconds })), curves = {};
+  for (const { collective, ranks, bytes, seconds } of wire.curve)
+    (curves[`${collective} ${ranks}`] ??= { collective, at: [] }).at.push([bytes, bytes / seconds]);
+  const lines = Object.values(curves);
+  for (const { at } of lines) at.sort((a, b) => a[0] - b[0]);
   const all = [...points.map(p => [p.bytes, p.rate]), ...lines.flatMap(line => line.at)];
   const span = k => { const v = all.map(p => p[k]); return [Math.min(...v) / 1.5, Math.max(...v) * 1.5]; };
   const between = (values, [low, high]) => values.filter(value => value >= low && value <= high);
@@ -38,25 +37,22 @@ function plotWire(host, wire) {
     id: "wire", height: 280,
     cursor: { drag: { x: false, y: false }, points: { show: false } },
     scales: { x: { time: false, distr: 3, log: 2, range: span(0) }, y: { distr: 3, range: span(1) } },
-    axes: [axis({ label: "bytes of a message", splits: sizes, filter: (_, s) => s, values: (_, s) => s.map(v => show.bytes(v).replace(/\.0+ /, " ")) }),
+    axes: [axis({ label: "bytes of a message", splits: sizes, filter: (_, s) => s, values: (_, s) => s.map(shortBytes) }),
       axis({ label: "GB/s", size: 50, splits: rates, filter: (_, s) => s, values: (_, s) => s.map(v => String(+(v / 1e9).toPrecision(2))) })],
     series: [{}, { show: false }],
     hooks: { draw: [u => paintWire(u, lines, points)] },
   }, [span(0), [null, null]]);
   charts.wire = chart;
-  chart.over.addEventListener("mousemove", event => {
-    const box = chart.over.getBoundingClientRect(), mx = event.clientX - box.left, my = event.clientY - box.top;
+  answer(chart, (x, y) => {
     let best = null, least = 14;
     for (const p of points) {
-      const away = Math.hypot(chart.valToPos(p.bytes, "x") - mx, chart.valToPos(p.rate, "y") - my);
+      const away = Math.hypot(chart.valToPos(p.bytes, "x") - x, chart.valToPos(p.rate, "y") - y);
       if (away < least) { least = away; best = p; }
     }
-    if (!best) return hideTip();
-    showTip(event.clientX, event.clientY, el("div", {}, el("b", {}, best.name), ` of ${best.unit || "the root"}`), el("div", {}, `${best.phase}, ${best.ranks} ranks`),
+    return best && [el("div", {}, el("b", {}, best.collective), ` of ${best.unit || "the root"}`), el("div", {}, `${best.phase}, ${best.ranks} ranks`),
       el("div", {}, `${show.bytes(best.bytes)} in ${show.time(best.seconds * 1e9)}: ${show.rate(best.rate)}`),
-      best.exposed_s ? el("div", {}, `exposed ${show.time(best.exposed_s * 1e9)}`) : "");
+      best.exposed_s ? el("div", {}, `exposed ${show.time(best.exposed_s * 1e9)}`) : ""];
   });
-  chart.over.addEventListener("mouseleave", hideTip);
 }
 
 function paintWire(chart, lines, points) {
@@ -65,8 +61,8 @@ function paintWire(chart, lines, points) {
   ctx.lineWidth = 1.5 * ratio;
   const dashes = { "all-gather": [], "reduce-scatter": [7, 4], "all-reduce": [2, 3] };
   for (const line of lines) {
-    ctx.setLineDash((dashes[line.name] || []).map(part => part * ratio));
-    ctx.strokeStyle = colour(WIRE[line.name] || "copy");
+    ctx.setLineDash((dashes[line.collective] || []).map(part => part * ratio));
+    ctx.strokeStyle = colour(WIRE[line.collective] || "copy");
     ctx.globalAlpha = 0.7;
     ctx.beginPath();
     line.at.forEach(([bytes, rate], i) => ctx[i ? "lineTo" : "moveTo"](chart.valToPos(bytes, "x", true), chart.valToPos(rate, "y", true)));
@@ -76,7 +72,7 @@ function paintWire(chart, lines, points) {
   ctx.lineWidth = ratio;
   ctx.globalAlpha = 0.85;
   for (const p of points) {
-    ctx.fillStyle = colour(WIRE[p.name] || "copy");
+    ctx.fillStyle = colour(WIRE[p.collective] || "copy");
     ctx.strokeStyle = colour("card");
     ctx.beginPath();
     ctx.arc(chart.valToPos(p.bytes, "x", true), chart.valToPos(p.rate, "y", true), 4.5 * ratio, 0, 2 * Math.PI);

@@ -1,6 +1,7 @@
-"""Where a rank runs: its number, its device and its process group."""
+"""This rank's membership in the process group: its number, its device, the backend."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from shardwise.trainer.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Place:
+class Member:
     rank: int
     world: int
     device: torch.device
@@ -25,7 +26,7 @@ class Place:
         return self.device.type
 
 
-def join(run: RunConfig) -> Place:
+def join_group(run: RunConfig) -> Member:
     """Join the default process group with the device and backend the configuration asks for."""
     rank, world, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = _choose_device(run.device, local)
@@ -38,7 +39,7 @@ def join(run: RunConfig) -> Place:
         torch.cuda.set_device(device)
     bound = device if backend == "nccl" else None
     dist.init_process_group(backend, rank=rank, world_size=world, device_id=bound)
-    return Place(rank, world, device, backend)
+    return Member(rank, world, device, backend)
 
 
 def _choose_device(wanted: str, local: int) -> torch.device:
@@ -63,7 +64,6 @@ def memory_in_use(device: torch.device) -> int:
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import resource
-    import sys
 
     # Without /proc only the peak is known: in bytes on macOS, in KiB elsewhere.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

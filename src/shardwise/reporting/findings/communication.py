@@ -7,12 +7,19 @@ that ran beside compute and still was not done in time met a wire (or a queue) t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.reporting.findings.finding import WORTH, Finding
-from shardwise.reporting.words import name_collective, name_unit, name_units, show_share, show_time
+from shardwise.reporting.formats import (
+    name_collective,
+    name_unit,
+    name_units,
+    show_share,
+    show_time,
+)
+from shardwise.reporting.queries import rank_with_most, spans_of
 from shardwise.timeline import Busy, Span, Timeline
 
 LATE = "late"  # issued when compute stood still already
@@ -20,6 +27,8 @@ WIRE = "wire"  # it, or what it queued behind, ran beside compute and did not en
 FIRST = "first"  # nothing came before it that could hide it
 TURN = "turn"  # forward ended with this unit, backward begins with it
 LAST = "last"  # nothing comes after it that could hide it
+
+GATHER = "all-gather"
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,30 @@ class Exposed:
     why: str
 
 
+@dataclass(frozen=True)
+class _Group:
+    """All waits for one collective in one phase that have the same reason."""
+
+    collective: str
+    phase: str
+    why: str
+    waits: list[Exposed]
+
+    @property
+    def cost(self) -> int:
+        return sum(wait.nanoseconds for wait in self.waits)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Those that lose a fair share; a few microseconds elsewhere are not worth a name."""
+        least = 0.1 * self.cost / len(self.waits)
+        return tuple(dict.fromkeys(w.span.unit for w in self.waits if w.nanoseconds >= least))
+
+    @property
+    def is_unprefetched(self) -> bool:
+        return self.why == LATE and self.collective == GATHER
+
+
 def exposed(
     timeline: Timeline,
     predicted: Timeline | None,
@@ -38,35 +71,23 @@ def exposed(
     messages: Mapping[str, Any],
 ) -> list[Finding]:
     """One finding for each collective, phase and reason; neighbouring units are named together."""
-    rank = max(timeline.ranks, key=lambda r: timeline.breakdown(r).exposed_transfer)
-    waits = explain(timeline, rank)
-    groups: dict[tuple[str, str, str], list[Exposed]] = {}
-    for wait in waits:
+    rank = rank_with_most(timeline, "exposed_transfer")
+    groups: dict[tuple[str, str, str], _Group] = {}
+    for wait in explain(timeline, rank):
         key = name_collective(wait.span.name), wait.span.phase, wait.why
-        groups.setdefault(key, []).append(wait)
+        groups.setdefault(key, _Group(*key, [])).waits.append(wait)
     found: list[Finding] = []
     small: list[Exposed] = []
-    for (collective, phase, why), group in groups.items():
-        cost = sum(wait.nanoseconds for wait in group)
+    for group in groups.values():
         # A gather that the plan wants ahead and that comes late is worth a word also when short.
-        unplanned = why == LATE and collective == "all-gather" and plan.get(f"{phase}_prefetch")
-        if cost < (WORTH / 2 if unplanned else WORTH) * timeline.step:
-            small += group
+        unplanned = group.is_unprefetched and plan.get(f"{group.phase}_prefetch")
+        if group.cost < (WORTH / 2 if unplanned else WORTH) * timeline.step:
+            small += group.waits
             continue
-        # Units that lose a fair share; a few microseconds elsewhere are not worth a name.
-        named = [w for w in group if w.nanoseconds >= 0.1 * cost / len(group)]
-        units = tuple(dict.fromkeys(wait.span.unit for wait in named))
-        what = _say(timeline, collective, phase, why, units, cost, rank)
-        expected = _expected(predicted, collective, phase, units)
-        if expected is not None and expected < 0.5 * cost:
-            what += f" {show_time(expected) if expected else 'None of it'} was predicted."
-        total = len(
-            {s.unit for s in timeline.spans if s.role == "transfer" and s.phase == phase
-             and s.rank == rank and name_collective(s.name) == collective}
-        )  # fmt: skip
-        change = _change(collective, phase, why, plan, len(units), total, messages, group)
-        kind = "unprefetched" if why == LATE and collective == "all-gather" else "exposed"
-        found.append(Finding(kind, what, change, cost, units, rank))
+        kind = "unprefetched" if group.is_unprefetched else "exposed"
+        what = _say(timeline, group, rank) + _say_prediction(predicted, group)
+        change = _change(timeline, group, rank, plan, messages)
+        found.append(Finding(kind, what, change, group.cost, group.units, rank))
     return found + _in_pieces(timeline, small, rank)
 
 
@@ -88,31 +109,34 @@ def _in_pieces(timeline: Timeline, waits: list[Exposed], rank: int) -> list[Find
     return [Finding("exposed", what, change, cost, units, rank)]
 
 
+# Why
+
+
 def explain(timeline: Timeline, rank: int) -> list[Exposed]:
     """Every transfer that compute waited for, with the reason."""
-    own = sorted((s for s in timeline.spans if s.rank == rank), key=lambda span: span.end)
+    own = sorted(spans_of(timeline, rank), key=lambda span: span.end)
     compute = [span for span in own if span.role == "compute"]
     computed = _busy(compute)
     training = _busy([span for span in compute if span.phase != "optimizer"] or compute)
-    backward = _busy([span for span in compute if span.phase == "backward"])
+    backward = _busy(span for span in compute if span.phase == "backward")
     lanes: dict[str, list[Span]] = {}
     for span in own:
         if span.role in ("transfer", "waiting", "copy"):
             lanes.setdefault(span.stream, []).append(span)
-    start, end, step = timeline.start, timeline.end(rank), timeline.step
+    start, end = timeline.start, timeline.end(rank)
     waits = []
     for overlap in timeline.overlaps(rank=rank):
         if overlap.is_hidden:
             continue
         span = overlap.span
-        little = max(0.1 * span.duration, 0.002 * step)
+        little = max(0.1 * span.duration, 0.002 * timeline.step)
         issued = _issued(span, lanes[span.stream])
         stood_still = computed.between(issued, span.end) < 0.1 * span.duration
         in_backward = span.phase == "backward"
-        gathers = name_collective(span.name) == "all-gather"
+        reduces = name_collective(span.name) != GATHER
         if computed.between(start, span.end) < little:
             why = FIRST
-        elif in_backward and not gathers and training.between(span.start, end) < little:
+        elif in_backward and reduces and training.between(span.start, end) < little:
             why = LAST
         elif in_backward and stood_still and backward.between(start, span.end) < little:
             why = TURN
@@ -122,7 +146,7 @@ def explain(timeline: Timeline, rank: int) -> list[Exposed]:
     return waits
 
 
-def _busy(spans: list[Span]) -> Busy:
+def _busy(spans: Iterable[Span]) -> Busy:
     return Busy((span.start, span.end) for span in spans)
 
 
@@ -133,93 +157,91 @@ def _issued(span: Span, lane: list[Span]) -> int:
     issued = span.start
     slack = max(1, span.duration // 50)
     for i in range(bisect_right(lane, issued + slack, key=lambda s: s.end) - 1, -1, -1):
-        other = lane[i]
-        if other.end < issued - slack:
+        if lane[i].end < issued - slack:
             break
-        if other.start < issued:
-            issued = other.start
+        issued = min(issued, lane[i].start)
     return issued
 
 
-def _say(
-    timeline: Timeline,
-    collective: str,
-    phase: str,
-    why: str,
-    units: tuple[str, ...],
-    cost: int,
-    rank: int,
-) -> str:
-    many = len(units) > 1
-    who = f"{collective}{'s' if many else ''} of {name_units(units)}"
-    share = f"{show_time(cost)} ({show_share(cost / timeline.step)} of the step) in {phase}"
+# What is said
+
+_WHY = {
+    LATE: "issued only when compute already stood still, not ahead of it",
+    FIRST: "nothing runs before to hide it",
+    TURN: "forward ends with this unit and backward begins with it, so nothing runs between",
+    LAST: "no compute is left to hide it",
+}
+
+
+def _say(timeline: Timeline, group: _Group, rank: int) -> str:
+    many = len(group.units) > 1
+    order = f"{group.why} " if group.why in (FIRST, LAST) else ""
+    who = f"{order}{group.collective}{'s' if many else ''} of {name_units(group.units)}"
     on = f" on rank {rank}" if len(timeline.ranks) > 1 else ""
-    are = "are" if many else "is"
-    if collective != "all-gather" and why in (LATE, WIRE):
-        return f"The {who} {are} exposed {share}{on}: backward waits for it instead of going on."
-    match why:
-        case "late":
-            return (
-                f"The {who} {are} exposed {share}{on}: issued only when compute already stood "
-                "still, not ahead of it."
-            )
-        case "first":
-            return f"The first {who} {are} exposed {share}{on}: nothing runs before to hide it."
-        case "turn":
-            return (
-                f"The {who} {are} exposed {share}{on}: forward ends with this unit and backward "
-                "begins with it, so nothing runs between."
-            )
-        case "last":
-            return f"The last {who} {are} exposed {share}{on}: no compute is left to hide it."
+    if group.collective != GATHER and group.why in (LATE, WIRE):
+        why = "backward waits for it instead of going on"
+    elif group.why == WIRE:
+        why = (
+            "started beside compute, they take longer than it"
+            if many
+            else "it starts beside compute but outlasts it"
+        )
+    else:
+        why = _WHY[group.why]
     return (
-        f"The {who} {are} exposed {share}{on}: started beside compute, they take longer than it."
-        if many
-        else f"The {who} is exposed {share}{on}: it starts beside compute but outlasts it."
+        f"The {who} {'are' if many else 'is'} exposed {show_time(group.cost)} "
+        f"({show_share(group.cost / timeline.step)} of the step) in {group.phase}{on}: {why}."
     )
 
 
-def _expected(
-    predicted: Timeline | None, collective: str, phase: str, units: tuple[str, ...]
-) -> int | None:
+def _say_prediction(predicted: Timeline | None, group: _Group) -> str:
+    """How much was predicted, if that is less than half."""
     if predicted is None:
-        return None
-    rank = predicted.slowest
-    return sum(
+        return ""
+    expected = sum(
         overlap.exposed
-        for overlap in predicted.overlaps(phase=phase, rank=rank)
-        if overlap.span.unit in units and name_collective(overlap.span.name) == collective
+        for overlap in predicted.overlaps(phase=group.phase)
+        if overlap.span.unit in group.units
+        and name_collective(overlap.span.name) == group.collective
     )
+    if expected >= 0.5 * group.cost:
+        return ""
+    return f" {show_time(expected) if expected else 'None of it'} was predicted."
+
+
+# What to change
 
 
 def _change(
-    collective: str,
-    phase: str,
-    why: str,
+    timeline: Timeline,
+    group: _Group,
+    rank: int,
     plan: Mapping[str, Any],
-    units: int,
-    total: int,
     messages: Mapping[str, Any],
-    group: list[Exposed],
 ) -> str:
-    small = _too_small(collective, messages, group)
-    if collective == "all-gather":
-        if small and why == WIRE:
+    small = _too_small(group, messages)
+    if group.collective == GATHER:
+        if small and group.why == WIRE:
             return small
-        return _change_gather(phase, why, plan, units, total)
+        gathered = {
+            span.unit
+            for span in spans_of(timeline, rank, "transfer")
+            if span.phase == group.phase and name_collective(span.name) == GATHER
+        }
+        return _change_gather(group, plan, len(gathered))
     if plan.get("name") == "ddp" and plan.get("reduce") in ("naive", "flat"):
         return f'Plan(reduce="{plan["reduce"]}") starts only after backward: use "bucketed".'
-    if why == LAST:
+    if group.why == LAST:
         return (
             "Cut the units that backward reaches last (the embedding) smaller, or reduce less "
             'often: accumulate micro-batches with sync="last".'
         )
     if small:
         return small
-    depth = plan.get("reduce_depth", 1)
-    if phase == "backward" and not plan:
+    if group.phase == "backward" and not plan:
         return "A plan with reduce_depth=2 lets backward go on while a reduce is under way."
-    if phase == "backward" and depth == 1 and plan.get("name") != "ddp":
+    is_shallow = plan.get("reduce_depth", 1) == 1 and plan.get("name") != "ddp"
+    if group.phase == "backward" and is_shallow:
         return "Set reduce_depth to 2, so that backward goes on while a reduce is under way."
     return (
         'Send less: reduce_dtype="bfloat16", more micro-batches before a reduce (sync="last"), '
@@ -227,17 +249,19 @@ def _change(
     )
 
 
-def _change_gather(phase: str, why: str, plan: Mapping[str, Any], units: int, total: int) -> str:
+def _change_gather(group: _Group, plan: Mapping[str, Any], total: int) -> str:
+    """Of `total` units that are gathered in this phase, those of the group come too late."""
+    phase, units = group.phase, len(group.units)
     setting = "forward_prefetch" if phase == "forward" else "backward_prefetch"
     depth = plan.get(setting)
-    if why == FIRST:
+    if group.why == FIRST:
         return "A smaller first unit is gathered sooner: cut the embedding into a unit of its own."
-    if why == TURN:
+    if group.why == TURN:
         return (
             "keep_after_forward=True does not gather it again, if memory allows that for all "
             "units; a smaller last unit costs less."
         )
-    if why == LATE:
+    if group.why == LATE:
         if depth is None:
             return (
                 f"Gather ahead: set {setting} to 1 (with `fully_shard`, "
@@ -254,16 +278,11 @@ def _change_gather(phase: str, why: str, plan: Mapping[str, Any], units: int, to
             )
         return f"Raise {setting} to {depth + 1}."
     if units >= 0.6 * total and total > 2:
-        keep = (
-            "keep_after_forward=True saves backward's gathers if memory allows; "
-            if phase == "backward" and plan.get("keep_after_forward") is not True
-            else ""
-        )
-        low = (
-            ""
-            if plan.get("compute_dtype") in ("bfloat16", "float16")
-            else 'gather in 16 bits (compute_dtype="bfloat16"), '
-        )
+        keep, low = "", 'gather in 16 bits (compute_dtype="bfloat16"), '
+        if phase == "backward" and plan.get("keep_after_forward") is not True:
+            keep = "keep_after_forward=True saves backward's gathers if memory allows; "
+        if plan.get("compute_dtype") in ("bfloat16", "float16"):
+            low = ""
         return (
             f"The wire is slower than compute here: {keep}{low}give each gather more compute "
             "(larger micro-batches), or shard within a node only (hsdp)."
@@ -272,17 +291,18 @@ def _change_gather(phase: str, why: str, plan: Mapping[str, Any], units: int, to
     return f"{raised}, so that the gather starts a unit earlier."
 
 
-def _too_small(collective: str, messages: Mapping[str, Any], group: list[Exposed]) -> str:
+def _too_small(group: _Group, messages: Mapping[str, Any]) -> str:
     """Advice for messages so small that latency, not bandwidth, is their time."""
-    units = {wait.span.unit for wait in group}
-    own = [
-        m for m in messages.get("messages", ())
-        if m["unit"] in units and name_collective(m["collective"]) == collective and m["seconds"]
-    ]  # fmt: skip
-    curve = [
-        c for c in messages.get("curve", ())
-        if name_collective(c["collective"]) == collective and c["seconds"]
-    ]  # fmt: skip
+    units = {wait.span.unit for wait in group.waits}
+    own, curve = (
+        [
+            entry
+            for entry in messages.get(name, ())
+            if name_collective(entry["collective"]) == group.collective and entry["seconds"]
+        ]
+        for name in ("messages", "curve")
+    )
+    own = [message for message in own if message["unit"] in units]
     if not own or not curve:
         return ""
     best = max(c["bytes"] / c["seconds"] for c in curve)

@@ -5,30 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-COLLECTIVES = {
-    "gather": "all-gather",
-    "all_gather": "all-gather",
-    "scatter": "reduce-scatter",
-    "reduce_scatter": "reduce-scatter",
-    "reduce": "all-reduce",
-    "all_reduce": "all-reduce",
-}
-PARTS = {
-    "compute": "compute",
-    "contention": "contention",
-    "exposed_transfer": "exposed transfer",
-    "waiting_for_peers": "waiting for peers",
-    "copies": "copies",
-    "host_idle": "host idle",
-}
+# What a collective's name begins with; `reduce_scatter` comes before `reduce`.
+_COLLECTIVES = (
+    ("all_gather", "all-gather"),
+    ("gather", "all-gather"),
+    ("reduce_scatter", "reduce-scatter"),
+    ("scatter", "reduce-scatter"),
+    ("all_reduce", "all-reduce"),
+    ("reduce", "all-reduce"),
+)
 
 
 def name_collective(name: str) -> str:
     """`all_gather`, `gather` and `all_gather_into_tensor` are all-gathers."""
-    for key in sorted(COLLECTIVES, key=len, reverse=True):
-        if name.startswith(key):
-            return COLLECTIVES[key]
-    return name
+    return next((full for begin, full in _COLLECTIVES if name.startswith(begin)), name)
+
+
+def name_part(part: str) -> str:
+    """A part of a Breakdown: `waiting_for_peers` is "waiting for peers"."""
+    return part.replace("_", " ")
 
 
 def show_time(nanoseconds: float) -> str:
@@ -38,11 +33,8 @@ def show_time(nanoseconds: float) -> str:
         return "0 ms"
     if abs(value) < 0.1:
         return f"{value * 1e3:.0f} µs"
-    if abs(value) < 10:
-        return f"{value:.2f} ms"
-    if abs(value) < 100:
-        return f"{value:.1f} ms"
-    return f"{value:,.0f} ms"
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:,.{digits}f} ms"
 
 
 def show_share(share: float) -> str:
@@ -70,16 +62,15 @@ def name_unit(unit: str) -> str:
 
 def name_units(units: Iterable[str], most: int = 4) -> str:
     """`layers.0 .. layers.3` are "layers 0 to 3"; the rest is listed, at most `most` of them."""
-    names = list(dict.fromkeys(units))
-    runs: list[list[str]] = []
-    for name in names:
-        if runs and _follows(runs[-1][-1], name):
-            runs[-1].append(name)
+    series: list[list[str]] = []  # names that follow each other
+    for name in dict.fromkeys(units):
+        if series and _follows(series[-1][-1], name):
+            series[-1].append(name)
         else:
-            runs.append([name])
-    shown = [_name_run(run) for run in runs]
+            series.append([name])
+    shown = [_name_series(names) for names in series]
     if len(shown) > most:
-        rest = sum(len(run) for run in runs[most:])
+        rest = sum(len(names) for names in series[most:])
         return f"{', '.join(shown[:most])} and {rest} more"
     return join(shown)
 
@@ -101,10 +92,9 @@ def _follows(before: str, name: str) -> bool:
     return a is not None and b is not None and a[0] == b[0] and abs(a[1] - b[1]) == 1
 
 
-def _name_run(run: list[str]) -> str:
-    if len(run) == 1:
-        return name_unit(run[0])
-    first, last = _split(run[0]), _split(run[-1])
-    assert first is not None and last is not None
+def _name_series(names: list[str]) -> str:
+    first, last = _split(names[0]), _split(names[-1])
+    if len(names) == 1 or first is None or last is None:
+        return name_unit(names[0])
     low, high = sorted((first[1], last[1]))
-    return f"{first[0] or 'units'} {low} {'and' if len(run) == 2 else 'to'} {high}"
+    return f"{first[0] or 'units'} {low} {'and' if len(names) == 2 else 'to'} {high}"

@@ -19,8 +19,8 @@ from shardwise.profiling.write import choose_cluster
 from shardwise.run_files import PREDICTED
 from shardwise.timeline import Timeline
 from shardwise.trainer.config import TrainConfig
+from shardwise.trainer.group import Member
 from shardwise.trainer.model import LM
-from shardwise.trainer.place import Place
 
 WARMUP = 5  # steps before, where the run has so many
 
@@ -28,51 +28,57 @@ WARMUP = 5  # steps before, where the run has so many
 class StepProfiler:
     """Profiles `run.profile` steps of the loop and writes their files beside the run's."""
 
-    def __init__(self, config: TrainConfig, model: nn.Module, plan: sw.Plan, place: Place) -> None:
-        self.config, self.model, self.plan, self.place = config, model, plan, place
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, plan: sw.Plan, member: Member
+    ) -> None:
+        self.config, self.model, self.plan, self.member = config, model, plan, member
         run = config.run
-        self.first = min(WARMUP, run.steps - run.profile) + 1
-        self.last = self.first + run.profile - 1
+        first = min(WARMUP, run.steps - run.profile) + 1
+        self.steps = range(first, first + run.profile)
         self._open = ExitStack()
 
     def before(self, step: int) -> float:
         """Begin before the first of them. Gives the seconds that this took from the loop."""
-        if not self.config.run.profile or step != self.first:
+        if not self.steps or step != self.steps[0]:
             return 0.0
         began = perf_counter()
-        title = f"{self.plan.title} on {self.place.world} {self.place.device.type} ranks"
-        self._measured = sw.profile(self.model, self.config.run.profile, title=title)
+        title = f"{self.plan.title} on {self.member.world} {self.member.device.type} ranks"
+        self._measured = sw.profile(self.model, len(self.steps), title=title)
         self._open.enter_context(self._measured)
         self._told_s = self._measured.seconds
         return perf_counter() - began
 
     def after(self, step: int) -> float:
         """End after the last of them, and write the files; seconds as `before` gives them."""
-        if not self.config.run.profile or not self.first <= step <= self.last:
+        if step not in self.steps:
             return 0.0
         began, measured = perf_counter(), self._measured
         stopped = measured.seconds - self._told_s  # inside the step that ended
         self._told_s = measured.seconds
-        if step != self.last:
+        if step != self.steps[-1]:
             return stopped
+        self._finish()
+        return perf_counter() - began + stopped
+
+    def _finish(self) -> None:
+        """Write what was measured, and what rank 0 predicts of it."""
         try:
             self._open.close()
         except NothingProfiled as error:
             self._say(f"nothing was profiled: {error}")
-            return perf_counter() - began + stopped
-        out, device = Path(self.config.run.out), self.place.device_name
-        cluster = choose_cluster(device)
-        measured.write(out, cluster)
-        if self.place.rank == 0 and cluster:
+            return
+        out, member = Path(self.config.run.out), self.member
+        cluster = choose_cluster(member.device_name)
+        self._measured.write(out, cluster)
+        if member.rank == 0 and cluster:
             try:
-                predicted = predict(self.config, self.plan, cluster, self.place.device.type)
+                predicted = predict(self.config, self.plan, cluster, member.device.type)
                 (out / PREDICTED).write_text(predicted.to_json() + "\n", encoding="utf-8")
             except (ValueError, UserError, NotImplementedError) as error:
                 self._say(f"this step could not be predicted on {cluster}: {error}")
-        return perf_counter() - began + stopped
 
     def _say(self, text: str) -> None:
-        if self.place.rank == 0:
+        if self.member.rank == 0:
             print(f"shardwise: {text}", file=sys.stderr, flush=True)
 
 
@@ -82,15 +88,11 @@ def predict(config: TrainConfig, plan: sw.Plan, cluster_name: str, device: str) 
     with torch.device("meta"):
         model = LM(config.model.resolve(), data.seq)
     workload = Workload(
-        data.seq,
-        data.batch,
-        config.run.micro_batches,
-        checkpoint=config.model.checkpoint,
+        data.seq, data.batch, config.run.micro_batches, checkpoint=config.model.checkpoint
     )
     cluster = Cluster.load(cluster_name)
     described = sw.describe(model, workload, plan, device=device)
-    options = StepOptions(clip=True)
-    timeline = sw.simulate(plan, described, cluster, workload, options=options)
+    timeline = sw.simulate(plan, described, cluster, workload, options=StepOptions(clip=True))
     labels = {
         **timeline.labels,
         "title": f"predicted: {plan.title} on {cluster.name}",
