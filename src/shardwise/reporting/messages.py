@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from shardwise.description.model import ITEMSIZES
+from shardwise.description.parameters import ITEMSIZES
 from shardwise.reporting.formats import name_collective
 from shardwise.reporting.run import Run
 from shardwise.timeline import Span
