@@ -70,7 +70,7 @@ def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
             del node.module.__dict__["__deepcopy__"]
         unbind(model)
         try:
-            twin, copies = copy_module(model, units, memo)
+            twin, copies = copy_module(model, memo)
         finally:
             bind(model, engine)
             for node in nodes:
@@ -133,7 +133,7 @@ def check_unplanned(model: nn.Module) -> None:
         if isinstance(module.__dict__.get(ENGINE_KEY), Engine):
             raise ValueError(f"{_how_sharded(name, module)}; {_ONE_WAY}")
     for name, parameter in model.named_parameters():
-        engine = checks.engine_of(parameter)
+        engine = checks.engine_training(parameter)
         if engine is not None and engine.plan is not None:
             raise ValueError(
                 f"parameter {name!r} of {type(model).__name__} is sharded already, by a Plan; "

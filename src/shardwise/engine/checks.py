@@ -20,13 +20,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.storage import keeper_of
+from shardwise.engine.torch_private import children_of, parameters_of
 from shardwise.engine.unit import Unit
 from shardwise.schedule.policy import Policy
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
-    from shardwise.engine.unit import Unit
-
 
 _NOTHING = "nothing more"
 
@@ -44,28 +44,25 @@ class Agreement:
         """Error on every rank when ranks that must move together run different numbers of
         micro-batches, or ran their units in different orders in the last step.
         """
-        inside = self.mesh.shard.exchange((count, zlib.crc32("\n".join(order).encode())))
+        inside = self.mesh.shard.exchange((count, _digest(order)))
         if len({digest for _, digest in inside}) > 1:
-            self._check_orders(self.mesh.shard.exchange(order))
+            orders = self.mesh.shard.exchange(order)
+            for at, units in enumerate(zip_longest(*orders, fillvalue=_NOTHING)):
+                self._check_same(units, at)
         per_replica = self.mesh.replicate.exchange([count for count, _ in inside])
         for replica, counts in enumerate(per_replica):
             if len(set(counts)) > 1:
-                listed = ", ".join(
-                    f"rank {self._rank(replica, s)}: {c}" for s, c in enumerate(counts)
-                )
                 raise RuntimeError(
-                    f"ranks of one shard group run different numbers of micro-batches ({listed}); "
-                    "they gather and "
-                    "scatter together, so give each the same number (sizes may differ). Only "
-                    "replicas may differ, "
-                    "with sync='scatter_each_reduce_last' or 'last'"
+                    "ranks of one shard group run different numbers of micro-batches "
+                    f"({self._list(counts, replica)}); they gather and scatter together, so give "
+                    "each the same number (sizes may differ). Only replicas may differ, with "
+                    "sync='scatter_each_reduce_last' or 'last'"
                 )
         totals = [counts[0] for counts in per_replica]
         if self.policy.sync == "each" and len(set(totals)) > 1:
             raise RuntimeError(
                 f"sync='each' all-reduces after every micro-batch, but replicas run {totals} of "
-                "them; "
-                "use sync='scatter_each_reduce_last' or 'last' for uneven work"
+                "them; use sync='scatter_each_reduce_last' or 'last' for uneven work"
             )
 
     def check_values(self, units: Sequence[Unit]) -> None:
@@ -75,25 +72,25 @@ class Agreement:
         if self._compared_values:
             return
         self._compared_values = True
-        known = [unit.parameters.checksums for unit in units]
-        sums = {name: value for own in known for name, value in (own or {}).items()}
-        mine = None if None in known else zlib.crc32(repr(sorted(sums.items())).encode())
-        model = self._parameters(units)
-        inside = self.mesh.shard.exchange((zlib.crc32(repr(model).encode()), mine))
-        said = [value for values in self.mesh.replicate.exchange(inside) for value in values]
-        if len({digest for digest, _ in said}) > 1:
-            self._check_models(model)
-        seen = {value for _, value in said}
-        if None in seen or len(seen) <= 1:
+        sums = [unit.parameters.checksums for unit in units]
+        changed = None in sums
+        mine = {name: value for own in sums for name, value in (own or {}).items()}
+        # Names, and shapes where these ranks hold a parameter together: on a mesh of its own it may
+        # have another on each.
+        model = {
+            member.name: member.shape if unit.mesh is self.mesh else None
+            for unit in units
+            for member in unit.parameters.members
+        }
+        said = self._everybody((_digest(model), None if changed else _digest(mine)))
+        if len({of_model for of_model, _ in said}) > 1:
+            self._check_models(self._everybody(model))
+        values = {of_values for _, of_values in said}
+        if None in values or len(values) <= 1:
             return
-        # Ranks of a shard group first: they exchange the same number of times on every rank.
-        both = [self.mesh.shard.exchange(sums), self.mesh.replicate.exchange(sums)]
-        differs = next(
-            (n for n in sums for group in both if len({other.get(n) for other in group}) > 1),
-            "some parameter",
-        )
+        name = _first_difference(self._everybody(mine))
         message = (
-            f"ranks start from different values: {differs!r} is not the same on all of them, so "
+            f"ranks start from different values: {name!r} is not the same on all of them, so "
             "the sharded model is a mixture. Seed all ranks alike before building the model, or "
             "call shardwise.broadcast(model), before or after sharding"
         )
@@ -115,26 +112,21 @@ class Agreement:
             for unit, flags in zip(here, zip(*said, strict=True), strict=True):
                 unit.stale = any(flags)
 
-    def _parameters(self, units: Sequence[Unit]) -> list[tuple[str, tuple[int, ...] | None]]:
-        """Every parameter's name, and its shape where these ranks hold it together: on a mesh of
-        its own it may have another on each.
-        """
-        return sorted(
-            (member.name, member.shape if unit.mesh is self.mesh else None)
-            for unit in units
-            for member in unit.parameters.members
-        )
+    def _everybody(self, value: object) -> list[Any]:
+        """Every rank's value, in the order of ranks."""
+        inside = self.mesh.shard.exchange(value)
+        return [value for values in self.mesh.replicate.exchange(inside) for value in values]
 
-    def _check_models(self, mine: list[tuple[str, tuple[int, ...] | None]]) -> None:
+    def _list(self, values: Sequence[object], replica: int) -> str:
+        """What each rank of a replica said, for a message."""
+        first = replica * self.mesh.shard.size
+        return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values, first))
+
+    @staticmethod
+    def _check_models(models: list[dict[str, Any]]) -> None:
         """Error on every rank that names a parameter which is not the same on all of them."""
-        inside = self.mesh.shard.exchange(mine)
-        models = [
-            dict(model) for models in self.mesh.replicate.exchange(inside) for model in models
-        ]
-        names = sorted({name for model in models for name in model})
-        shapes = {name: [model.get(name, "none") for model in models] for name in names}
-        name = next(name for name in names if len(set(shapes[name])) > 1)
-        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes[name]))
+        name = _first_difference(models)
+        listed = ", ".join(f"rank {r}: {m.get(name, 'none')}" for r, m in enumerate(models))
         counts = ", ".join(str(len(model)) for model in models)
         raise RuntimeError(
             f"ranks have different models: {name!r} is not of the same shape on all of them "
@@ -154,20 +146,15 @@ class Agreement:
             self.first_pass = False
             self._check_same(self.mesh.shard.exchange(_NOTHING), len(order))
 
-    def _check_orders(self, orders: list[tuple[str, ...]]) -> None:
-        for at, units in enumerate(zip_longest(*orders, fillvalue=_NOTHING)):
-            self._check_same(list(units), at)
-
     def _check_same(self, units: Sequence[str], at: int) -> None:
         """Error that names the unit at which a shard group's ranks parted."""
         if len(set(units)) <= 1:
             return
-        replica = self.mesh.replicate.rank
-        listed = ", ".join(f"rank {self._rank(replica, s)}: {u}" for s, u in enumerate(units))
         raise RuntimeError(
             f"ranks of one shard group ran different units as number {at + 1} of a forward pass "
-            f"({listed}); they gather together, so what was gathered is not what was asked for. "
-            "Let every rank run the same modules in the same order"
+            f"({self._list(units, self.mesh.replicate.rank)}); they gather together, so what was "
+            "gathered is not what was asked for. Let every rank run the same modules in the same "
+            "order"
         )
 
     @property
@@ -183,8 +170,7 @@ class Agreement:
         """
         compares = self.policy.needs_equal_use
         mine = (ran, unused if compares else None, tuple(ready) if self.first else ())
-        inside = self.mesh.shard.exchange(mine)
-        said = [value for values in self.mesh.replicate.exchange(inside) for value in values]
+        said = self._everybody(mine)
         orders = {order if did_run else None for did_run, _, order in said}
         order = orders.pop() if self.first and len(orders) == 1 else None
         self.first = False
@@ -205,11 +191,17 @@ class Agreement:
             "let every rank use it, or allow zeros in its place with Plan.of(..., unused='zeros')"
         )
 
-    def _rank(self, replica: int, shard: int) -> int:
-        return replica * self.mesh.shard.size + shard
+
+def _digest(value: object) -> int:
+    return zlib.crc32(repr(sorted(value.items()) if isinstance(value, dict) else value).encode())
 
 
-_ATTRIBUTE = "_shardwise_engine"
+def _first_difference(said: list[dict[str, Any]]) -> str:
+    """The first name under which not everybody has the same."""
+    names = sorted({name for each in said for name in each})
+    return next(name for name in names if len({each.get(name, "none") for each in said}) > 1)
+
+
 marked = 0  # how often parameters were told their engine
 
 
@@ -219,19 +211,18 @@ def mark(engine: Engine) -> None:
     marked += 1
     reference = weakref.ref(engine)
     for unit in engine.units:
-        for parameter in unit.parameters.visible:
-            parameter.__dict__[_ATTRIBUTE] = reference
+        unit.parameters.engine = reference
 
 
-def engine_of(parameter: torch.Tensor) -> Engine | None:
+def engine_training(parameter: torch.Tensor) -> Engine | None:
     """The engine that shards a parameter, if one does."""
-    reference: weakref.ref[Engine] | None = parameter.__dict__.get(_ATTRIBUTE)
-    return reference() if reference is not None else None
+    keeper = keeper_of(parameter)
+    return keeper.engine() if keeper is not None and keeper.engine is not None else None
 
 
-def engines_of(parameters: Iterable[torch.Tensor]) -> list[Engine]:
+def engines_training(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """The engines that shard these parameters, each once, in their order."""
-    return list(dict.fromkeys(filter(None, map(engine_of, parameters))))
+    return list(dict.fromkeys(filter(None, map(engine_training, parameters))))
 
 
 def check_memory(units: list[Unit]) -> None:
@@ -261,28 +252,28 @@ class Structure:
 
     def _record(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._children = [module._modules for module in modules]
-        self._parameters = [module._parameters for module in modules]
-        self._known = self._look()
-        self._count = sum(map(len, self._parameters))
-        self._owners = _owners(self._parameters)
+        self._children = list(map(children_of, modules))
+        self._parameters = list(map(parameters_of, modules))
+        self._seen = self._look()
+        self._owners = _owners(modules)
         self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-    def _look(self) -> tuple[list[int], list[nn.Module | None]]:
-        """How many children every module has, and which."""
+    def _look(self) -> tuple[int, list[int], list[nn.Module | None]]:
+        """How many parameters all modules have, how many children each has, and which."""
         children = self._children
-        return list(map(len, children)), list(chain.from_iterable(map(dict.values, children)))
+        modules = list(chain.from_iterable(map(dict.values, children)))
+        return sum(map(len, self._parameters)), list(map(len, children)), modules
 
     def check(self, may_grow: bool = True) -> None:
         """Error if a module with parameters, or a parameter, was replaced since, or unless it
         `may_grow` added or taken out. (A parameter put in another's place is found when its unit is
         shown.) What was added and nobody shards trains as torch trains it: each rank its own.
         """
-        if self._look() == self._known and sum(map(len, self._parameters)) == self._count:
+        if self._look() == self._seen:
             return
         model = self.model()
         assert model is not None
-        owners = _owners(module._parameters for module in model.modules())
+        owners = _owners(model.modules())
         # Else it is something around known modules (torch.compile, a checkpoint wrapper), or one
         # without parameters.
         if owners != self._owners:
@@ -291,9 +282,9 @@ class Structure:
             shrunk = all(self._owners.get(i) == keys for i, keys in owners.items())
             if not (may_grow and (grown or shrunk)):
                 raise RuntimeError(
-                    f"{self._where()} was added, removed or replaced after sharding; it would be "
-                    "neither sharded nor trained. Change the model before it is sharded (adapters, "
-                    "too, are added before)"
+                    f"{self._first_change()} was added, removed or replaced after sharding; it "
+                    "would be neither sharded nor trained. Change the model before it is sharded "
+                    "(adapters, too, are added before)"
                 )
             self._warn_of_added(model)
         self._record(model)
@@ -304,7 +295,7 @@ class Structure:
             name
             for name, parameter in model.named_parameters()
             if name not in self._names and parameter.requires_grad
-            if not isinstance(parameter, DTensor) and engine_of(parameter) is None
+            if not isinstance(parameter, DTensor) and engine_training(parameter) is None
         ]
         if added and dist.get_world_size() > 1:
             warnings.warn(
@@ -315,20 +306,21 @@ class Structure:
                 stacklevel=2,
             )
 
-    def _where(self) -> str:
+    def _first_change(self) -> str:
         """The first thing that is not as it was."""
         model = self.model()
         assert model is not None
-        known = {id(module) for module in self._known[1]}
+        modules = {id(module) for module in self._seen[2]}
         for name, module in model.named_modules():
-            if name and id(module) not in known:
+            if name and id(module) not in modules:
                 return f"the module {name!r} ({type(module).__name__})"
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         return f"the parameter {min(names ^ self._names, default='?')!r}"
 
 
-def _owners(dicts: Iterable[dict[str, Any]]) -> dict[int, tuple[str, ...]]:
+def _owners(modules: Iterable[nn.Module]) -> dict[int, tuple[str, ...]]:
     """Who has parameters of its own, and under which keys."""
+    dicts = map(parameters_of, modules)
     return {id(own): tuple(own) for own in dicts if any(p is not None for p in own.values())}
 
 
@@ -369,14 +361,11 @@ def _look_up(frame: FrameType, chain: str) -> Any:
         if not isinstance(value, nn.Module):
             break  # a method of what was found
         key = attribute or str(frame.f_locals.get(index, index))
-        value = value._modules.get(key, value._parameters.get(key))
+        value = children_of(value).get(key, parameters_of(value).get(key))
     return value
 
 
 def _name_of(value: Any) -> str | None:
-    engine = engine_of(value) if isinstance(value, DTensor) else None
-    for unit in engine.units if engine is not None else ():
-        for member, visible in zip(unit.parameters.members, unit.parameters.visible, strict=True):
-            if visible is value:
-                return member.name
-    return None
+    keeper = keeper_of(value) if isinstance(value, DTensor) else None
+    pairs = zip(keeper.members, keeper.visible, strict=True) if keeper is not None else ()
+    return next((member.name for member, visible in pairs if visible is value), None)

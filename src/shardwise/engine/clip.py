@@ -33,17 +33,19 @@ def clip_grad_norm(
     engine = engine_of(model)
     engine.check_interrupted()
     # Modules that were added and sharded later have engines of their own.
-    engines = dict.fromkeys([engine, *checks.engines_of(model.parameters())])
+    engines = dict.fromkeys([engine, *checks.engines_training(model.parameters())])
     units = [unit for each in engines for unit in each.units]
     live = [u.gradients for u in units if u.gradients is not None and not u.gradients.cleared]
     mesh = engine.mesh.device_mesh
     several = any(unit.mesh.device_mesh != mesh for unit in units)
-    if several or any(g.nested for g in live):
+    if several or any(g.has_dtensors for g in live):
         total = _norm_of_each(live, engine.mesh.device)
     else:
         total = _norm_of_all(live, engine.mesh)
     # Parameters outside the engine (ignored ones) are whole on every rank.
-    outside = [p.grad for p in model.parameters() if p.grad is not None and not checks.engine_of(p)]
+    outside = [
+        p.grad for p in model.parameters() if p.grad is not None and not checks.engine_training(p)
+    ]
     if outside:
         theirs = torch.stack([g.norm().float().to(total.device) for g in outside])
         total = torch.linalg.vector_norm(torch.cat([total.view(1), theirs]))
@@ -72,7 +74,7 @@ def _tensors(gradients: Gradients, counted: bool = False) -> list[torch.Tensor]:
     return [
         local_of(parameter.grad)
         for i, (parameter, rows) in enumerate(zip(gradients.visible, layout.rows, strict=True))
-        if parameter.grad is not None and i not in gradients.echoes
+        if parameter.grad is not None and i not in gradients.tied
         if first or not rows.replicated
     ]
 
@@ -100,6 +102,6 @@ def _norm_of_each(live: list[Gradients], device: torch.device) -> torch.Tensor:
         cast(DTensor, torch.linalg.vector_norm(parameter.grad)).full_tensor().float().to(device)
         for g in live
         for i, parameter in enumerate(g.visible)
-        if parameter.grad is not None and i not in g.echoes
+        if parameter.grad is not None and i not in g.tied
     ]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)

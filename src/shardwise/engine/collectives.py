@@ -68,11 +68,8 @@ def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) 
 class Buffer:
     """A flat tensor whose memory comes and goes while its views stay."""
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, pin_memory: bool = False
-    ) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
-        self._fixed = pin_memory  # pinning is dear, and a resize would lose it
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.allocated = True
@@ -86,7 +83,7 @@ class Buffer:
 
     def release(self) -> None:
         # numpy has a view: torch resizes that storage no more.
-        if self.allocated and not self._fixed and self._storage.resizable():
+        if self.allocated and self._storage.resizable():
             if marks.on is not None:
                 marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
             self._storage.resize_(0)
@@ -100,11 +97,6 @@ class Buffer:
         yield
         if not was:
             self.release()
-
-
-def _issued(handle: Handle) -> Handle:
-    """A collective was called; a profile, if one listens, watches the wait for it."""
-    return handle if marks.on is None else marks.on.issued(handle)
 
 
 @dataclass(eq=False)
@@ -128,15 +120,15 @@ class Group:
             return DONE
         self._note("all_gather", output)
         if custom is not None:
-            return _issued(custom(output, input, self.group, async_op=True) or DONE)
-        return _issued(torch_private.all_gather(output, input, self.group))
+            return marks.issued(custom(output, input, self.group, async_op=True) or DONE)
+        return marks.issued(torch_private.all_gather(output, input, self.group))
 
     def all_gather_grouped(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Many gathers as one grouped call; each input may be this rank's part of its output."""
         self._note("all_gather", *outputs)
-        return _issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
+        return marks.issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
@@ -145,15 +137,15 @@ class Group:
         self._note("reduce_scatter", input)
         if custom is not None:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
-            return _issued(handle or DONE)
-        return _issued(torch_private.reduce_scatter(output, input, self.group))
+            return marks.issued(handle or DONE)
+        return marks.issued(torch_private.reduce_scatter(output, input, self.group))
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """The sum over ranks, in place."""
         if self.size == 1:
             return DONE
         self._note("all_reduce", tensor)
-        return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return marks.issued(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The first rank's values on every rank."""
@@ -181,7 +173,9 @@ class Group:
     def _note(self, name: str, *tensors: torch.Tensor) -> None:
         if open_records or marks.on is not None:
             nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            note(name, self.axis, nbytes, self.size)
+            for log in open_records:
+                if log.world is dist.group.WORLD:
+                    log.calls.append(Call(name, self.axis, nbytes, self.size))
             if marks.on is not None:
                 marks.on.call(name, self.axis, nbytes, self.members)
 
@@ -190,19 +184,22 @@ Value = TypeVar("Value")
 
 
 class PerWorld(Generic[Value]):
-    """Values that belong to the world they were made in: forgotten with it, and not found in the
-    one after `destroy_process_group`. Ranks that are threads have a world each.
+    """Values that are made once in each world: forgotten with it, and not found in the one after
+    `destroy_process_group`. Ranks that are threads have a world each.
     """
 
     def __init__(self) -> None:
         self._worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Value]]
         self._worlds = weakref.WeakKeyDictionary()
 
-    @property
-    def here(self) -> dict[Any, Value]:
+    def get(self, key: Any, make: Callable[[], Value]) -> Value:
+        """The value of `key` in this world; made if nobody has asked for it yet."""
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is not initialised"
-        return self._worlds.setdefault(world, {})
+        made = self._worlds.setdefault(world, {})
+        if key not in made:
+            made[key] = make()
+        return made[key]
 
 
 class Control:
@@ -257,10 +254,9 @@ def control_of(group: dist.ProcessGroup | None) -> Control | None:
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return None
-    known = _controls.here
-    if ranks not in known:
-        known[ranks] = Control(torch_private.default_store(), ranks, dist.get_rank(group))
-    return known[ranks]
+    return _controls.get(
+        ranks, lambda: Control(torch_private.default_store(), ranks, dist.get_rank(group))
+    )
 
 
 @dataclass(frozen=True)
@@ -297,11 +293,6 @@ class Record:
 
 # Open records; empty almost always, so that a collective pays one truth test for it.
 open_records: list[Record] = []
-
-
-def note(name: str, axis: str, nbytes: int, ranks: int) -> None:
-    for record in [record for record in open_records if record.world is dist.group.WORLD]:
-        record.calls.append(Call(name, axis, nbytes, ranks))
 
 
 @contextmanager

@@ -247,9 +247,9 @@ class Engine:
         try:
             complete = schedule.complete_units()
             for unit in complete:
-                if unit.parameters.echoes:
+                if unit.parameters.tied:
                     assert unit.gradients is not None
-                    unit.gradients.attach_echoes()
+                    unit.gradients.attach_tied()
             for unit in complete:
                 assert unit.gradients is not None
                 unit.gradients.attach(unit.options.zeroes_unused)

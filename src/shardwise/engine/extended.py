@@ -106,21 +106,15 @@ class ExtendedParameters(Parameters):
         self.buffer = cast(Any, Memory())
         rows, device = self.layout.rows[0], self.mesh.device
         nothing = torch.zeros((), dtype=compute_dtype, device=device).expand(rows.shape)
-        self._placeholder = self._parameter(nothing)
+        self._placeholder = self._make_shown(0, nothing)
         self.shown = [self._placeholder]
         self.made = False
-
-    def _parameter(self, whole: torch.Tensor) -> nn.Parameter:
-        nested = self.members[0].nested
-        if nested is not None:
-            whole = nested.whole.wrap(whole)
-        return nn.Parameter(whole, requires_grad=self.visible[0].requires_grad)
 
     def make(self, whole: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         """It has said what it is whole, in the memory of `inner`."""
         shape = self.layout.rows[0].shape
         strides = torch.empty(shape, device="meta").stride()
-        self.shown = [self._parameter(torch.as_strided(whole, shape, strides, 0))]
+        self.shown = [self._make_shown(0, torch.as_strided(whole, shape, strides, 0))]
         cast(Memory, self.buffer).hold(inner)
         self.made = True
 

@@ -8,18 +8,15 @@ them the engine does too, and writes to them never again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from shardwise.engine import marks, torch_private
-from shardwise.engine.collectives import (
-    Buffer,
-)
-from shardwise.engine.storage import (
-    Parameters,
-)
+from shardwise.engine.collectives import Buffer
+from shardwise.engine.storage import Parameters
+from shardwise.engine.torch_private import local_of
 from shardwise.planning.rows import Layout, Rows, lay_out
 
 
@@ -36,7 +33,7 @@ class Gradients:
     ) -> None:
         mesh = self.mesh = parameters.mesh
         self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
-        self._dtype, self._plain = parameters.dtype, parameters.plain
+        self._dtype = parameters.dtype
         rows = [parameters.layout.rows[i] for i in trainable]
         shapes, dims = [r.shape for r in rows], [r.dim for r in rows]
         self.layout = layout = lay_out(shapes, mesh.shard.size, dims)
@@ -45,10 +42,10 @@ class Gradients:
         self.visible = [parameters.visible[i] for i in order]
         self.shown = [parameters.shown[i] for i in order]
         # Those that are tied to one of another unit, whose gradient theirs is added to.
-        self.echoes = frozenset(at for at, i in enumerate(order) if i in parameters.echoes)
+        self.tied = frozenset(at for at, i in enumerate(order) if i in parameters.tied)
         # Some parameters have no rows to cut (0-d), nothing in them, or another dim cut.
         self._odd = any(r.replicated or r.part == 0 or r.dim for r in layout.rows)
-        self.nested = any(member.nested for member in self.members)
+        self.has_dtensors = any(member.dtensor for member in self.members)
         # A rank alone knows who produced what.
         self.counts = layout.counts if mesh.ranks > 1 else 0
         self.shard_numel = layout.shard_numel + self.counts
@@ -64,25 +61,16 @@ class Gradients:
         shapes_here = [r.local_shape(mesh.shard.rank) for r in layout.rows]
         self._like = [torch.empty(shape, device="meta") for shape in shapes_here]
         self._padded = any(t.numel() != n for t, n in zip(self._like, self._parts, strict=True))
-        self._makers = self._make_makers()
-        # Parameters, by number: without a gradient of this rank so far in this step (None: nothing
-        # was taken yet), and those that the last `attach` left without one.
-        self._missing: set[int] | None = None
-        self._absent: frozenset[int] = frozenset()
-
-    def _make_makers(self) -> list[torch_private.DTensorMaker]:
-        """What every step's DTensors are made by; none where users see plain gradients."""
-        if self._plain:
-            return []
-        self._take_memory()
-        makers = [
-            member.form(rows, self.mesh).maker(local)
-            for member, rows, local in zip(self.members, self.layout.rows, self.locals, strict=True)
+        # What the DTensors of every step are made with; none where users see plain gradients.
+        self._specs = [
+            member.placement(rows, mesh).spec(self._dtype)
+            for member, rows in zip(self.members, layout.rows, strict=True)
+            if not parameters.plain
         ]
-        memory = cast(torch.Tensor, self.sums).untyped_storage()
-        self.drop()
-        memory.resize_(0)  # the makers keep what describes it; nobody else has seen it
-        return makers
+        # Parameters, by number: without a gradient of this rank so far in this step, and those that
+        # the last `attach` left without one.
+        self._missing = set(range(len(self.visible)))
+        self._absent: frozenset[int] = frozenset()
 
     def _take_memory(self) -> None:
         """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
@@ -117,21 +105,20 @@ class Gradients:
         """At a step's first reduce: true if what is there is worth nothing, and the sum overwrites
         it; false if the gradients that hang on the parameters are all ours, and the sum adds.
         """
-        self._missing = None
+        self._missing = set(range(len(self.visible)))
         # A tensor hook is shown what this step adds, so that must not be in one sum with the rest.
-        hooked = any(parameter._backward_hooks for parameter in self.visible)
-        if self.sums is not None and self.own and not hooked:
+        hooked = any(map(torch_private.gradient_hooks, self.visible))
+        if self.sums is not None and self._hangs_as_left and not hooked:
             return False
         self._take_memory()
         self._absent = frozenset()
         self.summed = self.locals
-        if self._makers:
-            pairs = zip(self._makers, self.locals, strict=True)
-            self.summed = [make(local) for make, local in pairs]
+        if self._specs:
+            self.summed = list(map(torch_private.make_dtensor, self.locals, self._specs))
         return True
 
     @property
-    def own(self) -> bool:
+    def _hangs_as_left(self) -> bool:
         """What hangs on the parameters is what the last step put there, all of it."""
         return all(
             parameter.grad is summed or (parameter.grad is None and i in self._absent)
@@ -143,7 +130,7 @@ class Gradients:
         """Every parameter has a gradient, and they are all ours."""
         return (
             bool(self.summed)
-            and not self.echoes
+            and not self.tied
             and all(
                 parameter.grad is summed
                 for parameter, summed in zip(self.visible, self.summed, strict=True)
@@ -169,78 +156,73 @@ class Gradients:
                 parameter.grad = None
         self.drop()
 
+    def attach_tied(self) -> None:
+        """Before any `attach`: add the gradients of tied parameters to what hangs there, so that
+        the sum is complete when its own unit hangs up the rest.
+        """
+        for i in self.tied - self._unused() if self.tied else ():
+            self._hang(i)
+
     def attach(self, zeroes_unused: bool) -> None:
         """Hang the sums on the visible parameters, but for those of which no rank produced a
         gradient. What hangs there and is not ours is added to.
         """
         unused = frozenset() if zeroes_unused else self._unused()
         absent = []
-        for i, (parameter, summed) in enumerate(zip(self.visible, self.summed, strict=True)):
-            grad = parameter.grad
-            if i in self.echoes:
+        for i, parameter in enumerate(self.visible):
+            if i in self.tied:
                 continue
             if i in unused:
-                if grad is None:
+                if parameter.grad is None:
                     absent.append(i)
                 continue
-            if parameter._backward_hooks:
-                self._run_hooks(i)
-            if grad is None:
-                parameter.grad = summed
-            elif grad is not summed:
-                torch_private.local_of(grad).add_(self.locals[i])
-            hooks = parameter._post_accumulate_grad_hooks
+            hooks = torch_private.gradient_hooks(parameter)
+            for hook in list(hooks.values()) if hooks else ():
+                self._run_hook(hook, i)
+            self._hang(i)
+            hooks = torch_private.accumulated_hooks(parameter)
             for hook in hooks.values() if hooks else ():
                 hook(parameter)
         self._absent = frozenset(absent)
 
-    def _run_hooks(self, i: int) -> None:
-        """Show the i-th sum to the hooks of `parameter.register_hook`, which autograd does not meet
-        (the graph has the shown parameter). What one returns takes the sum's place.
-        """
-        parameter, local = self.visible[i], self.locals[i]
-        with torch.no_grad():
-            for hook in list((parameter._backward_hooks or {}).values()):
-                returned = hook(self.summed[i])
-                if returned is None or returned is self.summed[i]:
-                    continue
-                values = torch_private.local_of(returned)
-                if values.shape != local.shape:
-                    raise RuntimeError(
-                        f"a hook on parameter {self.members[i].name!r} returned a "
-                        f"{type(returned).__name__} whose local shape is {tuple(values.shape)}, "
-                        f"expected {tuple(local.shape)}, as the gradient it was given"
-                    )
-                local.copy_(values)
+    def _hang(self, i: int) -> None:
+        parameter, summed = self.visible[i], self.summed[i]
+        if parameter.grad is None:
+            parameter.grad = summed
+        elif parameter.grad is not summed:
+            local_of(parameter.grad).add_(self.locals[i])
 
-    def attach_echoes(self) -> None:
-        """Before any `attach`: add the gradients of tied parameters to what hangs there, so that
-        the sum is complete when its own unit hangs up the rest.
+    @torch.no_grad()
+    def _run_hook(self, hook: Callable[[torch.Tensor], Any], i: int) -> None:
+        """Show the i-th sum to a hook of `parameter.register_hook`, which autograd does not meet
+        (the graph has the shown parameter). What it returns takes the sum's place.
         """
-        unused = self._unused() if self.echoes else frozenset()
-        for i in self.echoes - unused:
-            grad = self.visible[i].grad
-            if grad is None:
-                self.visible[i].grad = self.summed[i]
-            elif grad is not self.summed[i]:
-                torch_private.local_of(grad).add_(self.locals[i])
+        returned, local = hook(self.summed[i]), self.locals[i]
+        if returned is None or returned is self.summed[i]:
+            return
+        replacement = local_of(returned)
+        if replacement.shape != local.shape:
+            raise RuntimeError(
+                f"a hook on parameter {self.members[i].name!r} returned a "
+                f"{type(returned).__name__} whose local shape is {tuple(replacement.shape)}, "
+                f"expected {tuple(local.shape)}, as the gradient it was given"
+            )
+        local.copy_(replacement)
 
     def _unused(self) -> frozenset[int]:
         """Parameters, by number, of which no rank produced a gradient. Only a rank that produced
         none itself has to look at what the reduce brought.
         """
-        missing = range(len(self.visible)) if self._missing is None else self._missing
-        if not missing or not self.counts:
-            return frozenset(missing)
+        if not self._missing or not self.counts:
+            return frozenset(self._missing)
         assert self.sums is not None
         counts = self.sums[self.layout.shard_numel :].tolist()
-        return frozenset(i for i in missing if counts[i] == 0)
+        return frozenset(i for i in self._missing if counts[i] == 0)
 
     @property
     def missing(self) -> list[str]:
         """Names of the parameters of which this rank produced no gradient in this step."""
-        missing = range(len(self.visible)) if self._missing is None else self._missing
-        return [self.members[i].name for i in missing]
+        return [self.members[i].name for i in sorted(self._missing)]
 
     def take(self) -> list[torch.Tensor]:
         """Take the gradients off the shown parameters; a parameter without one counts as zeros.
@@ -254,10 +236,10 @@ class Gradients:
                 grad = torch.zeros_like(shown)
             found.append(grad)
             shown.grad = None
-        self._missing = missing if self._missing is None else self._missing & missing
-        if self.nested:
+        self._missing &= missing
+        if self.has_dtensors:
             found = [
-                member.nested.local_gradient(grad) if member.nested is not None else grad
+                member.dtensor.local_gradient(grad) if member.dtensor is not None else grad
                 for member, grad in zip(self.members, found, strict=True)
             ]
         if self.counts:
@@ -330,5 +312,5 @@ class Slot:
         """Copy the rows of all that was taken to their ranks' places, cast on the way."""
         self.buffer.allocate()
         cut = [piece for grad in found for piece in grad.reshape(self.ranks, -1).unbind(0)]
-        torch._foreach_copy_(self.pieces, cut)
+        torch_private.foreach_copy_(self.pieces, cut)
         return self.flat

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import marks, torch_private
-from shardwise.engine.checks import (
-    explain,
-)
+from shardwise.engine.checks import explain
 from shardwise.engine.unit import Unit
 from shardwise.schedule.unit import State
 
@@ -57,7 +55,7 @@ class Node:
         module = self.module
         module.__dict__[_ATTRIBUTE] = weakref.ref(self)
         self._handles: list[Any] = []
-        self._compiled = compiled = module._compiled_call_impl
+        self._compiled = compiled = torch_private.compiled_call(module)
         if compiled is None:
             self._handles = [
                 module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
@@ -71,14 +69,14 @@ class Node:
             args, kwargs = self.before(module, args, kwargs)
             return self.after(module, args, compiled(*args, **kwargs))
 
-        module._compiled_call_impl = call
+        torch_private.set_compiled_call(module, call)
 
     def unhang(self) -> None:
         """Take them off again."""
         del self.module.__dict__[_ATTRIBUTE]
         for handle in self._handles:
             handle.remove()
-        self.module._compiled_call_impl = self._compiled
+        torch_private.set_compiled_call(self.module, self._compiled)
 
     @torch_private.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -142,10 +140,10 @@ class Node:
         for unit in units:
             progress[unit].untracked += 1
 
-    def _watch(self) -> Watch:
+    def _watch(self, producer: weakref.ref[Node] | None = None) -> Watch:
         assert self.engine is not None
-        # None in a backward that runs the forward again: then it has begun.
-        return Watch(self.engine.hold)
+        # `hold` is None in a backward that runs the forward again: then it has begun.
+        return Watch(self.engine.hold, producer)
 
     @torch_private.outside_transforms
     def input_done(self, unit: Unit) -> None:
@@ -167,17 +165,11 @@ class Node:
             [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
         )
         for tensor in watched:
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                # Changing a view in place takes it, with its hooks, out of the graph; what made
-                # its base stays there.
-                before = self._watch()
-                before.producer = weakref.ref(self)
-                base.grad_fn.register_prehook(before)
+            watch = self._watch(weakref.ref(self))
+            origin = torch_private.made_by(tensor)
+            if origin is not None:  # the tensor and its hooks may leave the graph, that node stays
+                origin.register_prehook(watch)
                 watch = self._watch()
-            else:
-                watch = self._watch()
-                watch.producer = weakref.ref(self)
             tensor.register_hook(watch)
             tensor._shardwise_watch = watch  # type: ignore[attr-defined]
         if torch_private.inside_transform() and torch.is_grad_enabled():
@@ -209,8 +201,7 @@ class Node:
         """
         if tensor.requires_grad or not tensor.is_floating_point():
             return tensor
-        watch = self._watch()
-        watch.producer = weakref.ref(self)
+        watch = self._watch(weakref.ref(self))
         return cast(torch.Tensor, Announced.apply(lambda: watch(None), tensor))
 
     def _check_output(self, output: Any) -> None:
@@ -303,9 +294,8 @@ class Watch:
     graph is there, so they keep nothing but the `Hold`.
     """
 
-    def __init__(self, hold: Hold | None) -> None:
-        self.hold = hold
-        self.producer: weakref.ref[Node] | None = None
+    def __init__(self, hold: Hold | None, producer: weakref.ref[Node] | None) -> None:
+        self.hold, self.producer = hold, producer
         self.consumers: list[tuple[weakref.ref[Node], weakref.ref[Unit]]] = []
 
     def __call__(self, gradient: Any) -> None:

@@ -51,7 +51,7 @@ class LocalStep:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for parameter in parameters:
                 _check_unmoved(parameter, optimizer)
-            self._engines = list(map(weakref.ref, checks.engines_of(parameters)))
+            self._engines = list(map(weakref.ref, checks.engines_training(parameters)))
             self._found_from = found_from
         return [engine for reference in self._engines if (engine := reference()) is not None]
 
@@ -207,7 +207,7 @@ def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if checks.engine_of(parameter) is None:
+            if checks.engine_training(parameter) is None:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
                     "build the optimizer from model.parameters() after sw.shard(model, plan)"

@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import processor
-from shardwise.engine.collectives import (
-    Group,
-    PerWorld,
-    control_of,
-)
+from shardwise.engine.collectives import Group, PerWorld, control_of
 from shardwise.engine.torch_private import supported_devices, warn_if_untested
 from shardwise.planning.plan import Plan
 
@@ -52,12 +48,11 @@ class Mesh:
         if not enable or shard.group is None:
             self.scatter = shard
             return
-        made = _scatter_groups.here
-        if shard.members not in made:
-            made[shard.members] = dist.new_group(
-                list(shard.members), use_local_synchronization=True
-            )
-        self.scatter = replace(shard, group=made[shard.members])
+        ranks = shard.members
+        group = _scatter_groups.get(
+            ranks, lambda: dist.new_group(list(ranks), use_local_synchronization=True)
+        )
+        self.scatter = replace(shard, group=group)
 
 
 _scatter_groups: PerWorld[dist.ProcessGroup] = PerWorld()
@@ -154,20 +149,15 @@ def shared_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None
 ) -> DeviceMesh:
     """All ranks in this shape, on the same mesh as others that ask for it."""
-    made = _meshes.here
-    key = (device_type, shape)
-    if key not in made:
-        made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return made[key]
+    return _meshes.get(
+        (device_type, shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
+    )
 
 
 def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """The ranks of a mesh in rows of `size` neighbours."""
-    made = _meshes.here
     key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), size)
-    if key not in made:
-        made[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
-    return made[key]
+    return _meshes.get(key, lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size)))
 
 
 def _check_own(mesh: DeviceMesh, device: torch.device) -> None:
@@ -191,8 +181,7 @@ def _check(plan: Plan, device: torch.device) -> None:
         if plan.world > 1:
             raise RuntimeError(
                 f"the Plan's mesh {plan.mesh} has {plan.world} ranks, but torch.distributed is "
-                "not initialised; "
-                "start with torchrun (or `shardwise train`) and call "
+                "not initialised; start with torchrun (or `shardwise train`) and call "
                 "torch.distributed.init_process_group first"
             )
         start_alone()
@@ -200,9 +189,8 @@ def _check(plan: Plan, device: torch.device) -> None:
     if plan.world != world:
         raise ValueError(
             f"the Plan's mesh {plan.mesh} has {plan.replicate} x {plan.shard} = {plan.world} "
-            f"ranks, but {world} "
-            f"{'is' if world == 1 else 'are'} running (rank {dist.get_rank()}); use a mesh whose "
-            f"product is {world}"
+            f"ranks, but {world} {'is' if world == 1 else 'are'} running (rank "
+            f"{dist.get_rank()}); use a mesh whose product is {world}"
         )
     advice = (
         "move the model to the GPU before sharding it, or initialise with backend='gloo'"

@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.checks import (
-    engines_of,
+    engines_training,
 )
-from shardwise.engine.forms import Form
 from shardwise.engine.gradients import Gradients
+from shardwise.engine.placements import MeshPlacement
 from shardwise.engine.torch_private import local_of
 
 StateOfOne = dict[str, Any]
@@ -230,7 +230,7 @@ class GroupRuns:
         self._parameters = list(parameters)
         others = {id(parameter): parameter for parameter in parameters}
         self.runs: list[ParameterRun] = []
-        for unit in chain.from_iterable(engine.units for engine in engines_of(parameters)):
+        for unit in chain.from_iterable(engine.units for engine in engines_training(parameters)):
             if unit.gradients is not None:
                 for first, count in _find_runs(unit.gradients, others):
                     self.runs.append(ParameterRun(unit.gradients, first, count))
@@ -310,7 +310,7 @@ def _find_runs(gradients: Gradients, wanted: dict[int, torch.Tensor]) -> list[tu
     end: tuple[Any, ...] | None = None  # where the next one would have to start
     pairs = zip(gradients.visible, gradients.layout.rows, strict=True)
     for i, (parameter, rows) in enumerate(pairs):
-        if id(parameter) not in wanted or i in gradients.echoes:
+        if id(parameter) not in wanted or i in gradients.tied:
             end = None
             continue
         local = local_of(parameter)
@@ -343,7 +343,7 @@ def _is_laid_out_as(tensor: torch.Tensor, member: torch.Tensor) -> bool:
 
 
 def _wrap(rows: torch.Tensor, like: DTensor) -> DTensor:
-    return Form.of(like).wrap(rows)
+    return MeshPlacement.of(like).wrap(rows)
 
 
 def _equal(number: Any, other: Any) -> bool:

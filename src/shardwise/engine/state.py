@@ -14,14 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine import torch_private
-from shardwise.engine.engine import (
-    engine_of,
-    is_sharded,
-)
-from shardwise.engine.forms import Form
+from shardwise.engine.engine import engine_of, is_sharded
 from shardwise.engine.mesh import default_device
-from shardwise.engine.storage import Member
+from shardwise.engine.torch_private import buffers_of, local_of, parameters_of, writes_of
 from shardwise.engine.unit import Unit
 from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.units import MIB
@@ -43,7 +38,7 @@ def full_state_dict(
     for unit in engine.units:
         unit.follow()
         unit.hide()
-        unit.parameters.copy_echoes()
+        unit.parameters.copy_tied_rows()
         for names, tensor in _gather_masters(unit):
             if wanted:
                 moved = tensor.to(device) if device is not None else tensor
@@ -61,7 +56,7 @@ def _gather_masters(unit: Unit) -> Iterable[tuple[list[str], torch.Tensor]]:
     """Each parameter of the unit, whole and in its own dtype, with all its names."""
     parameters = unit.parameters
     layout, group = parameters.layout, parameters.mesh.shard
-    if any(m.nested is not None for m in parameters.members) or any(r.dim for r in layout.rows):
+    if any(m.dtensor is not None for m in parameters.members) or any(r.dim for r in layout.rows):
         for member, visible in zip(parameters.members, parameters.visible, strict=True):
             yield member.names, cast(DTensor, visible.data).full_tensor()
         return
@@ -124,9 +119,10 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> l
     emptied: dict[int, torch.Tensor] = {}  # a tied tensor is made once
     for prefix, module in model.named_modules():
         touched = False
-        for tensors in (module._parameters, module._buffers):
+        own: tuple[dict[str, Any], ...] = parameters_of(module), buffers_of(module)
+        for tensors in own:
             for key, tensor in list(tensors.items()):
-                if tensor is None or not torch_private.local_of(tensor).is_meta:
+                if tensor is None or not local_of(tensor).is_meta:
                     continue
                 if id(tensor) not in emptied:
                     emptied[id(tensor)] = _empty(tensor, torch.device(device))
@@ -137,7 +133,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> l
         if touched and callable(reset):
             reset()
     # Memory from `empty` that nobody has written keeps the version of its birth.
-    return [name for name, tensor in made.items() if tensor._version == 0]
+    return [name for name, tensor in made.items() if writes_of(tensor) == 0]
 
 
 def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -159,44 +155,27 @@ def _device_of(model: nn.Module) -> torch.device:
 Copies = dict[int, nn.Module]  # by the identity of the module that was copied
 
 
-def copy_module(
-    module: nn.Module, units: Iterable[Unit], memo: dict[int, Any]
-) -> tuple[nn.Module, Copies]:
+def copy_module(module: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, Copies]:
     """A deep copy with this rank's rows of every parameter, sharded by nobody yet, and which module
     became which. The hooks of `module` have to be off.
     """
-    for unit in units:
-        for parameter in unit.parameters.visible:
-            if isinstance(parameter.data, DTensor):
-                memo[id(parameter)] = _copy_parameter(parameter)
     twin = copy.deepcopy(module, memo)
     pairs = zip(module.modules(), twin.modules(), strict=True)
     return twin, {id(ours): theirs for ours, theirs in pairs}
-
-
-def _copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A sharded parameter with its gradient; torch's own deep copy knows no DTensors."""
-    data, grad = cast(DTensor, parameter.data), parameter.grad
-    with torch.no_grad():
-        form = Form.of(data)
-        twin = nn.Parameter(
-            form.wrap(torch_private.local_of(data).clone()), requires_grad=parameter.requires_grad
-        )
-        if grad is not None:
-            twin.grad = form.wrap(torch_private.local_of(grad).clone())
-    return twin
 
 
 def repeat_unit(unit: Unit, copies: Copies) -> Unit:
     """The same unit over the copied modules, whose parameters are sharded already."""
     members = []
     for member in unit.parameters.members:
-        places = [(copies[id(m)], key) for m, key in member.places]
-        here = places[0][0]._parameters[places[0][1]]
-        assert here is not None
-        shape = member.shape
+        places = [(copies[id(module)], key) for module, key in member.places]
+        module, key = places[0]
+        original = cast(nn.Parameter, parameters_of(module)[key])
+        names = list(member.names)
         members.append(
-            Member(list(member.names), places, here, member.dim, member.nested, True, shape)
+            replace(
+                member, names=names, places=places, original=original, sharded=True, stays=False
+            )
         )
     modules = [copies[id(module)] for module in unit.modules]
     options = replace(unit.options, gather_ahead=None, gather_ahead_backward=None)

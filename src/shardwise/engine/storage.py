@@ -41,7 +41,7 @@ under them. `full` is the one exception, as in torch: what was read of it while 
 no memory when it is freed.
 
 Who has what memory: master, full, kept and sums come and go in compute's order; staging and
-slots belong to the lane that uses them (`engine/lanes.py`). A unit of one parameter needs no
+slots belong to the lane that uses them (`engine/executor.py`). A unit of one parameter needs no
 staging. With n = 1 the full buffer is the master itself, or its cast.
 
 Because `full` only ever loses its bytes and never its identity, what autograd saved of a shown
@@ -55,33 +55,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine import torch_private
 from shardwise.engine.collectives import Buffer
-from shardwise.engine.forms import Form, Nested
 from shardwise.engine.mesh import Mesh
-from shardwise.planning.rows import Layout, Rows, lay_out
+from shardwise.engine.placements import DTensorParameter, MeshPlacement
+from shardwise.engine.torch_private import (
+    MemoryIdentity,
+    count_writes,
+    local_of,
+    make_parameter,
+    parameters_of,
+    set_local,
+)
+from shardwise.planning.rows import Rows, lay_out
 
-_HOME = "_shardwise_parameters"  # on a visible parameter: who keeps its master
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
 
-
-def _nowhere() -> None:
-    return None
-
-
-class Address:
-    """What a plain parameter stands on: given other memory, it has another address."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.known = parameter.data_ptr(), parameter.dtype, parameter.device
-
-    def is_of(self, parameter: torch.Tensor) -> bool:
-        return (parameter.data_ptr(), parameter.dtype, parameter.device) == self.known
+_KEEPER = "_shardwise_parameters"  # on a visible parameter: who keeps its master
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class Member:
     places: list[tuple[nn.Module, str]]
     original: nn.Parameter
     dim: int = 0  # the dim that is cut
-    nested: Nested | None = None  # a DTensor by itself (tensor parallel)
+    dtensor: DTensorParameter | None = None  # a DTensor by itself (tensor parallel)
     sharded: bool = False  # `original` holds this rank's rows already (a copy of a sharded model)
     # What is cut: the parameter's own shape, or that of its local tensor on the other mesh.
     shape: tuple[int, ...] = ()
@@ -107,7 +103,7 @@ class Member:
 
     def __post_init__(self) -> None:
         if not self.shape:
-            self.shape = tuple(torch_private.local_of(self.original.data).shape)
+            self.shape = tuple(local_of(self.original.data).shape)
 
     @property
     def name(self) -> str:
@@ -116,24 +112,23 @@ class Member:
     @property
     def registered(self) -> nn.Parameter:
         """What hangs in the module now."""
-        module, key = self.places[0]
-        parameter = module._parameters.get(key)
-        if parameter is None:
+        first, *others = [parameters_of(module).get(key) for module, key in self.places]
+        if first is None:
             raise RuntimeError(
                 f"parameter {self.name!r} was removed after sharding; change the model before it "
                 "is sharded"
             )
-        for name, (module, key) in zip(self.names[1:], self.places[1:], strict=False):
-            if module._parameters.get(key) is not parameter:
+        for name, parameter in zip(self.names[1:], others, strict=False):
+            if parameter is not first:
                 raise RuntimeError(
                     f"parameter {name!r} was tied to {self.name!r} when the model was sharded, and "
                     "is another one now; untie them before sharding, or change both together"
                 )
-        return parameter
+        return first
 
-    def form(self, rows: Rows, mesh: Mesh) -> Form:
+    def placement(self, rows: Rows, mesh: Mesh) -> MeshPlacement:
         """How users see it."""
-        return Form.of_rows(rows, mesh) if self.nested is None else self.nested.sharded
+        return MeshPlacement.of_rows(rows, mesh) if self.dtensor is None else self.dtensor.sharded
 
 
 class Parameters:
@@ -151,32 +146,31 @@ class Parameters:
         self.mesh, self.plain, self.offload = mesh, plain, offload
         self.layout = lay_out([m.shape for m in members], mesh.shard.size, [m.dim for m in members])
         self.members = [members[i] for i in self.layout.order]
-        self._sums = None if any(m.sharded for m in members) else self._checksums()
-        self.master = self._make_master(torch_private.local_of(members[0].original.data))
+        originals = [local_of(member.original.data) for member in self.members]
+        self._checksums = None if any(m.sharded for m in members) else _checksums(originals)
+        self.master = self._make_master(originals[0])
         self.dtype = self.master.dtype
         with torch.no_grad():
-            self.visible = [self._make_visible(member, i) for i, member in enumerate(self.members)]
+            self.visible = [self._make_visible(i) for i in range(len(self.members))]
         self.shown: list[nn.Parameter] = []
-        # Members, by number, in whose places a parameter of another member was hung after sharding:
-        # a tie. The other one keeps the master; these rows are copied from it before every gather,
-        # and their gradient is added to its own.
-        self.echoes: set[int] = set()
+        # Members, by number, in whose places a parameter of another member was hung after sharding.
+        # The other one keeps the master; these rows are copied from it before every gather, and
+        # their gradient is added to its own.
+        self.tied: set[int] = set()
+        self.engine: weakref.ref[Engine] | None = None  # that they are trained by
         self._remember()
-        self._writes_at_birth = torch_private.count_writes(self.master, self.visible)
+        self._writes_at_birth = count_writes(self.master, self.visible)
 
     @property
     def checksums(self) -> dict[str, int] | None:
         """Of each whole parameter as this rank had it; None once the values were changed."""
-        writes = torch_private.count_writes(self.master, self.visible)
-        if self._sums is None or writes != self._writes_at_birth:
+        writes = count_writes(self.master, self.visible)
+        if self._checksums is None or writes != self._writes_at_birth:
             return None
-        return dict(zip([m.name for m in self.members], self._sums.tolist(), strict=True))
-
-    def _checksums(self) -> torch.Tensor | None:
-        return checksums([torch_private.local_of(member.original.data) for member in self.members])
+        return dict(zip([m.name for m in self.members], self._checksums.tolist(), strict=True))
 
     def forget_checksums(self) -> None:
-        self._sums = None
+        self._checksums = None
 
     def _make_master(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros of the dtype of `like`, where that is or offloaded."""
@@ -185,22 +179,24 @@ class Parameters:
             return torch.zeros(numel, dtype=dtype, device=like.device)
         return torch.zeros(numel, dtype=dtype, pin_memory=self.offload.pin_memory)
 
-    def _make_visible(self, member: Member, i: int) -> nn.Parameter:
+    def _make_visible(self, i: int) -> nn.Parameter:
         """Copy this rank's rows into `master`, and make the parameter that users see over them."""
-        rows = self.layout.rows[i]
-        local = self._local(self.master, i)
+        member, rows, local = self.members[i], self.layout.rows[i], self._local(self.master, i)
         original = member.original
-        values = torch_private.local_of(original.data)
         if not local.is_meta:
-            local.copy_(values if member.sharded else self._own_rows(values, rows))
+            own = local_of(original.data)
+            if not (member.sharded or rows.replicated):
+                start, stop = rows.span(self.mesh.shard.rank)
+                own = own.narrow(rows.dim, start, stop - start)
+            local.copy_(own)
         if self.plain:
             original.data = local
             return original
         if member.stays:
-            torch_private.set_local(cast(DTensor, original), local)
+            set_local(cast(DTensor, original), local)
             return original
-        wrapped = member.form(rows, self.mesh).wrap(local)
-        visible = torch_private.make_parameter(wrapped, original.requires_grad)
+        wrapped = member.placement(rows, self.mesh).wrap(local)
+        visible = make_parameter(wrapped, original.requires_grad)
         visible.__dict__.update(original.__dict__)
         if member.sharded:
             visible.grad = original.grad
@@ -211,14 +207,15 @@ class Parameters:
         original.__dict__["_shardwise_moved"] = member.name
         return visible
 
-    def _own_rows(self, values: torch.Tensor, rows: Rows) -> torch.Tensor:
-        if rows.replicated:
-            return values
-        start, stop = rows.span(self.mesh.shard.rank)
-        return values.narrow(rows.dim, start, stop - start)
-
     def _local(self, master: torch.Tensor, i: int) -> torch.Tensor:
-        return local_rows(master, self.layout, i, self.mesh.shard.rank)
+        """This rank's rows of the i-th parameter, in a master."""
+        start, shape = self.layout.offsets[i], self.layout.rows[i].local_shape(self.mesh.shard.rank)
+        return master[start : start + torch.Size(shape).numel()].view(shape)
+
+    def _whole(self, i: int) -> torch.Tensor:
+        """The i-th parameter in `full`."""
+        start, rows = self.layout.offsets[i] * self.layout.ranks, self.layout.rows[i]
+        return self.full[start : start + rows.numel].view(rows.shape)
 
     def prepare(self, compute_dtype: torch.dtype) -> None:
         """Make `full` and what modules compute with. Needs parameters with memory."""
@@ -234,49 +231,59 @@ class Parameters:
         # Writing through `.data` leaves the version counter that autograd checks alone.
         self.full_bytes = self.full.data
         self.shown = []
-        for i, (member, visible) in enumerate(zip(self.members, self.visible, strict=True)):
-            tensor = whole(self.full, self.layout, i)
-            if member.nested is not None:
-                with torch.no_grad():
-                    tensor = member.nested.whole.wrap(tensor)
-            shown = nn.Parameter(tensor, requires_grad=visible.requires_grad)
+        for i, member in enumerate(self.members):
+            shown = self._make_shown(i, self._whole(i))
             # An optimizer built while it is in its place would train nothing.
             shown.__dict__["_shardwise_moved"] = member.name
             self.shown.append(shown)
 
+    def _make_shown(self, i: int, whole: torch.Tensor) -> nn.Parameter:
+        """What the i-th parameter's modules compute with, over `whole`."""
+        dtensor = self.members[i].dtensor
+        if dtensor is not None:
+            with torch.no_grad():
+                whole = dtensor.whole.wrap(whole)
+        return nn.Parameter(whole, requires_grad=self.visible[i].requires_grad)
+
     def restore_shown(self) -> None:
         """Let the shown parameters stand on `full` again, with the values they have now."""
         for i, (member, shown) in enumerate(zip(self.members, self.shown, strict=True)):
-            tensor = whole(self.full, self.layout, i)
-            if member.nested is not None or shown.data_ptr() == tensor.data_ptr():
+            whole = self._whole(i)
+            if member.dtensor is not None or shown.data_ptr() == whole.data_ptr():
                 continue
-            if (shown.shape, shown.dtype) != (tensor.shape, tensor.dtype):
+            if (shown.shape, shown.dtype) != (whole.shape, whole.dtype):
                 raise RuntimeError(
                     f"parameter {member.name!r} became a {shown.dtype} of shape "
                     f"{tuple(shown.shape)} while it was gathered; call reshard() and change the "
                     "sharded one"
                 )
-            tensor.data.copy_(shown.data)
-            shown.data = tensor
+            whole.data.copy_(shown.data)
+            shown.data = whole
 
-    def follow(self) -> None:
+    @property
+    def in_place(self) -> bool:
+        """What hangs in the modules is what was put there, on the same memory."""
+        for own, key, visible, memory in self._hung:
+            if own.get(key) is not visible or not memory.is_of(visible):
+                return False
+        return True
+
+    def adopt(self) -> None:
         """Take over parameters that were moved, cast, given memory, replaced or tied in their
         modules.
         """
         found = [member.registered for member in self.members]
-        self._check_data_kept()
-        locals_ = [torch_private.local_of(parameter.data) for parameter in found]
-        self._check_alike(found, locals_)
-        self.echoes = {i for i in range(len(found)) if self._is_tied(found, i)}
+        locals_ = [local_of(parameter.data) for parameter in found]
+        for i, parameter in enumerate(found):
+            self._check_adoptable(i, parameter, locals_[i], locals_[0])
+        self.tied = {i for i in range(len(found)) if self._is_tied(found, i)}
         with torch.no_grad():
             master = self._make_master(locals_[0])
-            for i, (visible, parameter, local) in enumerate(
-                zip(self.visible, found, locals_, strict=True)
-            ):
+            for i, (visible, parameter) in enumerate(zip(self.visible, found, strict=True)):
                 rows = self._local(master, i)
                 if not rows.is_meta:
-                    rows.copy_(local)
-                if i in self.echoes:
+                    rows.copy_(locals_[i])
+                if i in self.tied:
                     continue
                 if parameter is not visible:
                     parameter.requires_grad_(visible.requires_grad)
@@ -284,7 +291,7 @@ class Parameters:
                 if self.plain:
                     parameter.data = rows
                 else:
-                    torch_private.set_local(cast(DTensor, parameter), rows)
+                    set_local(cast(DTensor, parameter), rows)
         self.visible, self.master, self.dtype = found, master, master.dtype
         self._remember()
         self.forget_checksums()
@@ -296,94 +303,87 @@ class Parameters:
         parameter = found[i]
         if any(parameter is other for other in found[:i]):
             return True
-        home = parameter.__dict__.get(_HOME, _nowhere)()
-        return home is not None and home is not self and home.holds(parameter)
+        keeper = keeper_of(parameter)
+        return keeper is not None and keeper is not self and keeper._holds(parameter)
 
-    def holds(self, parameter: nn.Parameter) -> bool:
+    def _holds(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is one of ours, and in its place."""
         return any(
-            visible is parameter and i not in self.echoes and member.registered is parameter
+            visible is parameter and i not in self.tied and member.registered is parameter
             for i, (member, visible) in enumerate(zip(self.members, self.visible, strict=True))
         )
 
     @torch.no_grad()
-    def copy_echoes(self) -> None:
+    def copy_tied_rows(self) -> None:
         """Bring the rows of tied members up to date; through `.data`, because autograd may have
         saved them.
         """
-        for i in self.echoes:
-            self._local(self.master.data, i).copy_(torch_private.local_of(self.visible[i]))
+        for i in self.tied:
+            self._local(self.master.data, i).copy_(local_of(self.visible[i]))
 
     def _remember(self) -> None:
-        home = weakref.ref(self)
+        """Tell the visible parameters who keeps them; note where they hang and on what memory."""
+        keeper = weakref.ref(self)
         for i, visible in enumerate(self.visible):
-            if i not in self.echoes:
-                visible.__dict__[_HOME] = home
-        standing = Address if self.plain else torch_private.Standing
-        self.known: list[tuple[dict[str, Any], str, nn.Parameter, Any]] = [
-            (module._parameters, key, visible, standing(visible))
-            for member, visible in zip(self.members, self.visible, strict=True)
+            if i not in self.tied:
+                visible.__dict__[_KEEPER] = keeper
+        self._memory = [MemoryIdentity(visible) for visible in self.visible]
+        self._hung: list[tuple[dict[str, Any], str, nn.Parameter, MemoryIdentity]] = [
+            (parameters_of(module), key, visible, memory)
+            for member, visible, memory in zip(
+                self.members, self.visible, self._memory, strict=True
+            )
             for module, key in member.places
         ]
 
-    def _check_data_kept(self) -> None:
-        """Error if `p.data = ` was used on a DTensor: its values are in its local tensor, which
-        that leaves as it was, so that what was assigned is lost.
-        """
-        for places, key, visible, standing in self.known:
-            if places.get(key) is visible and not self.plain and standing.lost_data(visible):
-                name = next(m.name for m in self.members if m.registered is visible)
-                raise RuntimeError(
-                    f"parameter {name!r} was given other memory by `p.data = `, which does "
-                    "nothing to the values of a DTensor; write p.data.copy_(values), or put "
-                    "another parameter in its place"
-                )
-
-    def _check_alike(self, found: list[nn.Parameter], locals_: list[torch.Tensor]) -> None:
-        """What stands in for a parameter must be sharded as it was, all of a unit alike."""
-        for i, (member, parameter, local) in enumerate(
-            zip(self.members, found, locals_, strict=True)
-        ):
-            wanted = self.layout.rows[i].local_shape(self.mesh.shard.rank)
-            if tuple(local.shape) != wanted or isinstance(parameter.data, DTensor) == self.plain:
-                kind = "plain" if self.plain else "sharded"
-                raise RuntimeError(
-                    f"parameter {member.name!r} was replaced after sharding by a "
-                    f"{type(parameter.data).__name__} whose local shape is {tuple(local.shape)}, "
-                    f"expected a {kind} one of {wanted}; it would be neither sharded nor trained. "
-                    "Change parameters in place, or change the model before it is sharded"
-                )
-            if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
-                raise RuntimeError(
-                    f"parameter {member.name!r} is {local.dtype} on {local.device} now, but "
-                    f"{self.members[0].name!r} of the same unit is {locals_[0].dtype} on "
-                    f"{locals_[0].device}; move or cast the parameters of a unit together"
-                )
+    def _check_adoptable(
+        self, i: int, parameter: nn.Parameter, local: torch.Tensor, first: torch.Tensor
+    ) -> None:
+        """What stands in for a parameter must be sharded as it was, and all of a unit alike."""
+        name, wanted = self.members[i].name, self.layout.rows[i].local_shape(self.mesh.shard.rank)
+        if parameter is self.visible[i] and self._memory[i].lost_data(parameter):
+            raise RuntimeError(
+                f"parameter {name!r} was given other memory by `p.data = `, which does nothing to "
+                "the values of a DTensor; write p.data.copy_(values), or put another parameter in "
+                "its place"
+            )
+        if tuple(local.shape) != wanted or isinstance(parameter.data, DTensor) == self.plain:
+            kind = "plain" if self.plain else "sharded"
+            raise RuntimeError(
+                f"parameter {name!r} was replaced after sharding by a "
+                f"{type(parameter.data).__name__} whose local shape is {tuple(local.shape)}, "
+                f"expected a {kind} one of {wanted}; it would be neither sharded nor trained. "
+                "Change parameters in place, or change the model before it is sharded"
+            )
+        if (local.dtype, local.device) != (first.dtype, first.device):
+            raise RuntimeError(
+                f"parameter {name!r} is {local.dtype} on {local.device} now, but "
+                f"{self.members[0].name!r} of the same unit is {first.dtype} on {first.device}; "
+                "move or cast the parameters of a unit together"
+            )
 
 
-def whole(full: torch.Tensor, layout: Layout, i: int) -> torch.Tensor:
-    """The i-th parameter in a full buffer."""
-    start, rows = layout.offsets[i] * layout.ranks, layout.rows[i]
-    return full[start : start + rows.numel].view(rows.shape)
+def keeper_of(parameter: torch.Tensor) -> Parameters | None:
+    """Who keeps the master of a parameter that users see; None for any other tensor."""
+    keeper: weakref.ref[Parameters] | None = parameter.__dict__.get(_KEEPER)
+    return None if keeper is None else keeper()
 
 
-def local_rows(shard: torch.Tensor, layout: Layout, i: int, rank: int) -> torch.Tensor:
-    """The rows of the i-th parameter that `rank` keeps, in a shard-sized buffer."""
-    start, shape = layout.offsets[i], layout.rows[i].local_shape(rank)
-    return shard[start : start + torch.Size(shape).numel()].view(shape)
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDTH = 1024  # of the table that a fingerprint takes a flat tensor for
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as a flat row of integers."""
+    return tensor.contiguous().view(-1).view(_BITS.get(tensor.itemsize, torch.uint8))
+
+
 @torch.no_grad()
-def checksums(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One number for each tensor; None where one has no memory yet, or a class of its own."""
-    if any(v.is_meta or v.itemsize not in _BITS or type(v) is not torch.Tensor for v in values):
+    if any(tensor.is_meta or type(tensor) is not torch.Tensor for tensor in tensors):
         return None
-    sums = [value.contiguous().view(-1).view(_BITS[value.itemsize]).sum() for value in values]
-    return torch.stack([each.to(torch.int64) for each in sums])
+    return torch.stack([_bits(tensor).sum(dtype=torch.int64) for tensor in tensors])
 
 
 @torch.no_grad()
@@ -391,7 +391,7 @@ def fingerprint(flat: torch.Tensor) -> torch.Tensor:
     """What the rows and the columns of a flat tensor, laid out as a table, add up to: other values,
     or the same in another order, give another one.
     """
-    bits = flat.view(_BITS.get(flat.itemsize, torch.uint8))
+    bits = _bits(flat)
     cut = len(bits) // _WIDTH * _WIDTH
     table = bits[:cut].view(-1, _WIDTH)
     sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]

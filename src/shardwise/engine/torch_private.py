@@ -1,8 +1,5 @@
-"""Where torch versions differ (2.11 to 2.13), and names that torch keeps private and may move.
-
-Some stay where they are used, because they are the thing itself: a module's `_parameters` dict
-(`engine/unit.py`), its `_compiled_call_impl` (`engine/hooks.py`), a tensor's `_version` and
-`_base`, and torch's `_foreach_` calls.
+"""Where torch versions differ (2.11 to 2.13), and names that torch keeps private and may move: each
+wrapped once, with why it is used and what would not work without it.
 """
 
 from __future__ import annotations
@@ -30,7 +27,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # torch's own, from here.
-__all__ = ["REGISTRY_KEY", "STATE_KEY", "DataParallelMeshDims", "FSDPState", "RegistryItem"]
+__all__ = [
+    "REGISTRY_KEY",
+    "STATE_KEY",
+    "DTensorSpec",
+    "DataParallelMeshDims",
+    "FSDPState",
+    "RegistryItem",
+]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -50,6 +54,8 @@ def warn_if_untested() -> None:
             stacklevel=2,
         )
 
+
+# Collectives and copies
 
 # 2.13 renamed the two calls that take one flat tensor; the old names warn there. Looked up in
 # `dist` at each call, so that whatever wraps them there (an emulated network, a recorder) is met by
@@ -87,6 +93,33 @@ def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> 
     casting: one kernel.
     """
     torch._chunk_cat(tensors, 0, ranks, out=output)
+
+
+# Many tensors copied in one call; one by one costs a launch each, which small parameters feel.
+foreach_copy_ = torch._foreach_copy_
+
+
+# Modules
+
+# A module's own dicts. Hanging a parameter up is one dict write, many times a step; `setattr` takes
+# microseconds for it, and `named_parameters` walks the tree and skips what is tied.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` left to be called instead of the module. It has compiled the hooks,
+    too; without the name they could not run outside the compiled code.
+    """
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    module._compiled_call_impl = call
+
+
+# Compilation and transforms
 
 
 def never_compiled(function: Call) -> Call:
@@ -135,13 +168,7 @@ def outside_transforms(function: Call) -> Call:
     return cast(Call, call)
 
 
-def insert_module_state(module: nn.Module, state: FSDPState) -> None:
-    """Let torch find the state of a module."""
-    _composable_state._insert_module_state(module, state)
-
-
-def remove_module_state(module: nn.Module) -> None:
-    del _composable_state._module_state_mapping[module]
+# Autograd
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -150,7 +177,37 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def inside_backward() -> bool:
+    """Whether a backward pass runs now: a forward in it recomputes, and begins no pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def made_by(view: torch.Tensor) -> Any:
+    """The autograd node that made the tensor of which `view` is a view; None for no view. A view
+    that is changed in place leaves the graph with its hooks; that node stays in it.
+    """
+    base = view._base
+    return None if base is None else base.grad_fn
+
+
+# Hooks that users hung on a sharded parameter, by `register_hook` and by
+# `register_post_accumulate_grad_hook`; None or empty if there are none. Autograd meets the full
+# parameter only, so without these names nobody would call them.
+Hooks = dict[int, Callable[[torch.Tensor], Any]] | None
+gradient_hooks: Callable[[torch.Tensor], Hooks] = attrgetter("_backward_hooks")
+accumulated_hooks: Callable[[torch.Tensor], Hooks] = attrgetter("_post_accumulate_grad_hooks")
+
+# How often a tensor was written: what tells gathered parameters that went stale.
+writes_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+def count_writes(master: torch.Tensor, visible: Sequence[torch.Tensor]) -> int:
+    """Grows with every write to the masters of a unit: through the flat buffer, its views (the
+    local tensors) or the parameters (a DTensor counts for itself).
+    """
+    return writes_of(master) + sum(map(writes_of, visible))
+
+
+# Devices and process groups
 
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
@@ -180,51 +237,47 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-class Standing:
-    """What a parameter stands on: a DTensor on its local tensor, beside which `p.data = ` exchanges
-    a storage that has nothing in it. Both are held, so that nothing new can be taken for them.
+# DTensors
+
+
+class MemoryIdentity:
+    """Which memory a parameter stands on: a DTensor on its local tensor, beside which `p.data = `
+    exchanges a storage that has nothing in it; a plain parameter on an address in its storage. What
+    is compared is held, so that nothing new can be taken for it.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._local, self._storage = local_of(parameter), parameter.untyped_storage()
         self._identity = self._storage._cdata
+        self._address = parameter.data_ptr() if self._local is parameter else 0
 
     def is_of(self, parameter: torch.Tensor) -> bool:
         return (
             local_of(parameter) is self._local
             and parameter.untyped_storage()._cdata == self._identity
+            and (self._local is not parameter or parameter.data_ptr() == self._address)
         )
 
     def lost_data(self, parameter: torch.Tensor) -> bool:
-        """The parameter's `data` was set, which left its local tensor as it was."""
-        return local_of(parameter) is self._local and not self.is_of(parameter)
+        """The `data` of a DTensor was set, which left its local tensor as it was."""
+        stands = local_of(parameter) is self._local is not parameter
+        return stands and not self.is_of(parameter)
 
 
-class DTensorMaker:
-    """Makes DTensors that stand on given local tensors themselves, all of one kind. (What
-    DTensor.from_local makes of a host tensor is a copy on the mesh's device.)
+def make_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """What a DTensor keeps beside its local tensor; one will do for any number of them."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor that stands on `local` itself. (What DTensor.from_local makes of a host tensor is a
+    copy on the mesh's device.)
     """
-
-    def __init__(
-        self,
-        local: torch.Tensor,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        shape: torch.Size,
-    ) -> None:
-        """`local` is one of the local tensors; of it only what describes it is read, again and
-        again, so that its memory may go.
-        """
-        stride = torch.empty(shape, device="meta").stride()
-        meta = TensorMeta(shape, stride, local.dtype)
-        self._spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-        self._like = local
-        _teach_dtensors()
-
-    def __call__(self, local: torch.Tensor) -> DTensor:
-        made = DTensor.__new__(DTensor, self._like, self._spec, requires_grad=False)
-        made._local_tensor = local
-        return made
+    _teach_dtensors()
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def views_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -275,16 +328,6 @@ def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
     return cast(nn.Parameter, tensor)
 
 
-_WRITES = attrgetter("_version")
-
-
-def count_writes(master: torch.Tensor, visible: Sequence[torch.Tensor]) -> int:
-    """Grows with every write to the masters of a unit: through the flat buffer, its views (the
-    local tensors) or the parameters (a DTensor counts for itself).
-    """
-    return master._version + sum(map(_WRITES, visible))
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, itself and outside autograd; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -298,6 +341,19 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 def completed(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose functional collective, if any, has ended."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+# What torch's FSDP2 and DeviceMesh have
+
+
+def insert_module_state(module: nn.Module, state: FSDPState) -> None:
+    """Let torch find the state of a module."""
+    _composable_state._insert_module_state(module, state)
+
+
+def remove_module_state(module: nn.Module) -> None:
+    """Take it away again: a copy of the module is to have its own."""
+    del _composable_state._module_state_mapping[module]
 
 
 try:

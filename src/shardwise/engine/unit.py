@@ -25,9 +25,9 @@ from shardwise.engine.collectives import (
 )
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, ExtendedRoute, is_extended
-from shardwise.engine.forms import Form
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.placements import MeshPlacement
 from shardwise.engine.storage import (
     Member,
     Parameters,
@@ -192,9 +192,9 @@ class Kept(Buffer):
         moved = [i for i, rows in enumerate(parameters.layout.rows) if rows.part > 0]
         for i, piece in zip(moved, self.route.pieces, strict=True):
             rows, member = parameters.layout.rows[i], parameters.members[i]
-            if not rows.even or rows.dim or member.nested is not None:
+            if not rows.even or rows.dim or member.dtensor is not None:
                 continue
-            form = Form(mesh, (Replicate(), Shard(0)), torch.Size(rows.shape))
+            form = MeshPlacement(mesh, (Replicate(), Shard(0)), torch.Size(rows.shape))
             with torch.no_grad():
                 tensor = form.wrap(piece.view(-1, *rows.shape[1:]))
             kept = nn.Parameter(tensor, requires_grad=parameters.visible[i].requires_grad)
@@ -314,22 +314,14 @@ class Unit(ScheduledUnit):
         """
         shown = self.is_shown and self.state is not State.FREE  # else a kept piece is
         self.hide()
-        if self._unmoved:
+        if self.parameters.in_place:
             if shown:
                 self.show()
             return False
         self.free()
-        self.parameters.follow()
+        self.parameters.adopt()
         self.register()
         self.prepared = False
-        return True
-
-    @property
-    def _unmoved(self) -> bool:
-        """What hangs in the modules is what was put there, on the same memory."""
-        for places, key, visible, standing in self.parameters.known:
-            if places.get(key) is not visible or not standing.is_of(visible):
-                return False
         return True
 
     @property
@@ -361,7 +353,7 @@ class Unit(ScheduledUnit):
     def is_current(self) -> bool:
         """This rank's own rows, as they were gathered, are those of the masters now."""
         self.wait()
-        self.parameters.copy_echoes()
+        self.parameters.copy_tied_rows()
         return self._home is not None and self._home.is_current
 
     def keep_evaluated(self) -> None:
@@ -394,8 +386,8 @@ class Unit(ScheduledUnit):
         return way
 
     def gather(self) -> None:
-        if self.parameters.echoes:
-            self.parameters.copy_echoes()
+        if self.parameters.tied:
+            self.parameters.copy_tied_rows()
         super().gather()
 
     def shrink(self) -> None:

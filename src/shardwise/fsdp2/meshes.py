@@ -16,7 +16,6 @@ from shardwise.engine import torch_private
 from shardwise.engine.collectives import (
     PerWorld,
 )
-from shardwise.engine.forms import Form, Nested
 from shardwise.engine.mesh import (
     AXES,
     Mesh,
@@ -26,6 +25,7 @@ from shardwise.engine.mesh import (
     shared_mesh,
     start_alone,
 )
+from shardwise.engine.placements import DTensorParameter, MeshPlacement
 from shardwise.engine.torch_private import DataParallelMeshDims
 
 
@@ -134,8 +134,8 @@ def make_groups(axes: Axes, keep: bool | int) -> Mesh:
     """The engine's groups on `axes`."""
     small = 0 if isinstance(keep, bool) else keep
     key = (id(axes.mesh), axes.names, small)
-    made = _groups.here
-    if key not in made:
+
+    def make() -> Mesh:
         kind = axes.mesh.device_type
         device = torch.device(kind)
         if kind != "cpu":
@@ -143,15 +143,16 @@ def make_groups(axes: Axes, keep: bool | int) -> Mesh:
         what = f"the mesh is for {kind} tensors"
         advice = f"initialise with a backend for {kind} ('cpu:gloo,cuda:nccl' has both)"
         check_backend(axes.mesh.get_group(axes.mesh.ndim - 1), device, what, advice)
-        made[key] = groups_on(axes.mesh, axes.names, device, keep=small)
-    return made[key]
+        return groups_on(axes.mesh, axes.names, device, keep=small)
+
+    return _groups.get(key, make)
 
 
-def nest(name: str, parameter: nn.Parameter, axes: Axes, dim: int) -> Nested | None:
+def nest(name: str, parameter: nn.Parameter, axes: Axes, dim: int) -> DTensorParameter | None:
     """How a parameter that is a DTensor by itself looks sharded; None for a plain one."""
     data = parameter.data
     if isinstance(data, DTensor):
-        whole = Form.of(data)
+        whole = MeshPlacement.of(data)
         return _nest_beside(whole, axes, dim) if axes.dims is None else _nest_in(whole, axes, dim)
     if axes.dims is not None:
         raise ValueError(
@@ -161,7 +162,7 @@ def nest(name: str, parameter: nn.Parameter, axes: Axes, dim: int) -> Nested | N
     return None
 
 
-def _nest_beside(inner: Form, axes: Axes, dim: int) -> Nested:
+def _nest_beside(inner: MeshPlacement, axes: Axes, dim: int) -> DTensorParameter:
     """Tensor parallel on a mesh of its own: the two meshes side by side."""
     if len(inner.placements) > 2:
         raise NotImplementedError(
@@ -169,10 +170,10 @@ def _nest_beside(inner: Form, axes: Axes, dim: int) -> Nested:
         )
     placements = (*_placements(axes, _cut(inner, dim, 0)), *inner.placements)
     mesh = torch_private.concatenate([axes.mesh, inner.mesh])
-    return Nested(inner, Form(mesh, placements, inner.shape))
+    return DTensorParameter(inner, MeshPlacement(mesh, placements, inner.shape))
 
 
-def _nest_in(whole: Form, axes: Axes, dim: int) -> Nested:
+def _nest_in(whole: MeshPlacement, axes: Axes, dim: int) -> DTensorParameter:
     """Parameters on the full mesh: its data-parallel axes, replicated so far, become sharded.
     Several that are sharded become the one that they are flattened into.
     """
@@ -194,7 +195,7 @@ def _nest_in(whole: Form, axes: Axes, dim: int) -> Nested:
             )
     summed = frozenset(map(names.index, kinds))
     if "shard" not in axes.names:
-        return Nested(whole, whole, summed)
+        return DTensorParameter(whole, whole, summed)
     first = names.index(axes.dims.shard_names[0])
     cut = _cut(whole, dim, first + 1)
     placements = [cut if i == first else theirs for i, theirs in enumerate(whole.placements)]
@@ -210,7 +211,7 @@ def _nest_in(whole: Form, axes: Axes, dim: int) -> Nested:
                 meshes.append(mesh[name])
                 placements.append(whole.placements[i])
         mesh = torch_private.concatenate(meshes)
-    return Nested(whole, Form(mesh, tuple(placements), whole.shape), summed)
+    return DTensorParameter(whole, MeshPlacement(mesh, tuple(placements), whole.shape), summed)
 
 
 def _placements(axes: Axes, cut: Placement) -> list[Placement]:
@@ -218,10 +219,10 @@ def _placements(axes: Axes, cut: Placement) -> list[Placement]:
     return [cut if name == "shard" else Replicate() for name in axes.names]
 
 
-def _cut(form: Form, dim: int, first: int) -> Placement:
+def _cut(whole: MeshPlacement, dim: int, first: int) -> Placement:
     """A shard along `dim`; a strided one of the whole where axes from `first` on have cut it."""
     parts = 1
-    for axis in range(first, form.mesh.ndim):
-        if torch_private.shard_dim(form.placements[axis]) == dim:
-            parts *= form.mesh.size(axis)
+    for axis in range(first, whole.mesh.ndim):
+        if torch_private.shard_dim(whole.placements[axis]) == dim:
+            parts *= whole.mesh.size(axis)
     return torch_private.strided_shard(dim, parts) if parts > 1 else Shard(dim)

@@ -294,7 +294,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     with ExitStack() as stack:
         for sharding in shardings:
             stack.enter_context(sharding.taken_off())
-        twin, copies = copy_module(module, units, memo)
+        twin, copies = copy_module(module, memo)
     for sharding in shardings:
         modules = [copies[id(m)] for m in sharding.modules]
         again = [repeat_unit(unit, copies) for unit in sharding.units]

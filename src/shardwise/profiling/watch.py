@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.checks import (
-    engine_of,
+    engine_training,
 )
 from shardwise.engine.local_step import watch_steps
 from shardwise.profiling import DIRECTORY, SKIP, STEPS
@@ -57,7 +57,7 @@ class ProgramWatch:
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = {id(e): e for e in map(engine_of, parameters) if e is not None}
+        found = {id(e): e for e in map(engine_training, parameters) if e is not None}
         fsdp = not found and any(isinstance(p.data, DTensor) for p in parameters)
         device = parameters[0].device.type if parameters else "cpu"
         engines = list(found.values())

@@ -20,15 +20,15 @@ from shardwise.planning.rows import Rows
 
 
 @dataclass(frozen=True)
-class Form:
-    """A placement on a mesh, of a tensor of a global shape."""
+class MeshPlacement:
+    """Where the parts of a tensor of a global shape are: all that a DTensor is but its values."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
 
     @classmethod
-    def of_rows(cls, rows: Rows, mesh: Mesh) -> Form:
+    def of_rows(cls, rows: Rows, mesh: Mesh) -> MeshPlacement:
         """A plain parameter cut like `rows`, or whole where the unit has no shard axis."""
         cut = mesh.shard.group is not None and not rows.replicated
         inner: Placement = Shard(rows.dim) if cut else Replicate()
@@ -36,28 +36,28 @@ class Form:
         return cls(mesh.device_mesh, placements, torch.Size(rows.shape))
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Form:
+    def of(cls, tensor: DTensor) -> MeshPlacement:
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
+
+    def spec(self, dtype: torch.dtype) -> torch_private.DTensorSpec:
+        """The same in torch's words, to make DTensors of again and again."""
+        return torch_private.make_spec(self.mesh, self.placements, self.shape, dtype)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor over `local`; shares its memory."""
-        return self.maker(local)(local)
-
-    def maker(self, local: torch.Tensor) -> torch_private.DTensorMaker:
-        """What wraps local tensors like `local`, again and again."""
-        return torch_private.DTensorMaker(local, self.mesh, self.placements, self.shape)
+        return torch_private.make_dtensor(local, self.spec(local.dtype))
 
 
 @dataclass(frozen=True)
-class Nested:
+class DTensorParameter:
     """A parameter that is a DTensor by itself: `whole` to its module, `sharded` to users.
 
     `summed_axes` are axes of `whole.mesh` over which the engine's own reduce sums: a gradient may
     stay partial there.
     """
 
-    whole: Form
-    sharded: Form
+    whole: MeshPlacement
+    sharded: MeshPlacement
     summed_axes: frozenset[int] = frozenset()
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
