@@ -39,17 +39,11 @@ STAND_INS = {"fsdp2/module.py", "fsdp2/sharding.py"}
 # Rooms whose names have not moved yet, and which ones they are. Nothing is to be added here.
 PENDING = {
     "engine": {
-        "._backward_hooks",
-        "._base",
-        "._buffers",
-        "._compiled_call_impl",
         "._local_tensor",
-        "._modules",
         "._optimizer_step_post_hooks",
         "._optimizer_step_pre_hooks",
         "._parameters",
         "._post_accumulate_grad_hooks",
-        "._spec",
         "._version",
         "torch._dynamo.disable",
         "torch._foreach_copy_",

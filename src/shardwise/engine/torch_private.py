@@ -101,8 +101,9 @@ foreach_copy_ = torch._foreach_copy_
 
 # Modules
 
-# A module's own dicts. Hanging a parameter up is one dict write, many times a step; `setattr` takes
-# microseconds for it, and `named_parameters` walks the tree and skips what is tied.
+# A module's own dicts. Hanging a parameter up is one dict write, many times a step: `setattr` takes
+# microseconds for it, and passes through whatever the module's class does there. Without them ties
+# cannot be made or seen: `named_parameters` skips what it has met.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
@@ -428,10 +429,6 @@ def fsdp_param_group_module() -> Any:
 
 
 # For the rooms above the engine: what each is for, and what is lost without it.
-
-# A module's own parameters by key, to exchange one in its place: `setattr` would pass through
-# whatever the module's class does there. Without it `fully_shard` cannot tie weights.
-parameters_of = attrgetter("_parameters")
 
 # The communication hooks of a DistributedDataParallel model. Without it an emulated network would
 # put its hook over a user's.
