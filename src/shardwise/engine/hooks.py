@@ -37,15 +37,22 @@ class Node:
     ) -> None:
         """`find_engine` is asked at the first forward, where the engine is not known before."""
         self.module, self.units = module, units
-        self.engine: Engine | None = None
-        self.find_engine = find_engine
+        self._engine: Engine | None = None
+        self._find_engine = find_engine
         self.is_root = False
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self.input_device: torch.device | None = None  # where the root's inputs are moved to
         self.hang()
 
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            assert self._find_engine is not None
+            return self._find_engine()
+        return self._engine
+
     def join(self, engine: Engine, is_root: bool) -> None:
-        self.engine, self.is_root = engine, is_root
+        self._engine, self.is_root = engine, is_root
         # Freeing inside backward waits for the gradient of the unit's input: only then is every
         # weight used up.
         self.tracks_inputs = engine.policy.frees_in_pass and not is_root
@@ -97,9 +104,6 @@ class Node:
     def _bring_units(self) -> bool:
         """Gather and show what the module runs with; true where a pass begins with it."""
         engine = self.engine
-        if engine is None:
-            assert self.find_engine is not None
-            engine = self.find_engine()
         outermost = engine.forward_root is None or engine.forward_root is self or self.is_root
         begins = outermost and not torch_private.inside_backward()
         if begins:
@@ -120,35 +124,30 @@ class Node:
         units = [unit for unit in self.units if unit.module_count == 1]
         if not units:
             return
-        assert self.engine is not None
         progress = self.engine.schedule.current.of
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad:
-                if tensor.grad_fn is None:
-                    # A leaf may come again in every step and would gather hooks: free at the end.
-                    for unit in units:
-                        progress[unit].open_inputs += 1
-                    return
-                watch = getattr(tensor, "_shardwise_watch", None)
-                if watch is None:
-                    watch = self._watch()
-                    tensor.register_hook(watch)
-                for unit in units:
-                    progress[unit].open_inputs += 1
-                    watch.consumers.append((weakref.ref(self), weakref.ref(unit)))
-                return  # the first input tells
+        # The first input tells.
+        first = next((t for t in tensors_in((args, kwargs)) if t.requires_grad), None)
+        if first is None:
+            for unit in units:
+                progress[unit].untracked += 1
+            return
         for unit in units:
-            progress[unit].untracked += 1
+            progress[unit].open_inputs += 1
+        if first.grad_fn is None:
+            return  # a leaf may come again in every step and would gather hooks: free at the end
+        watch = getattr(first, "_shardwise_watch", None)
+        if watch is None:
+            watch = self._watch()
+            first.register_hook(watch)
+        watch.consumers += [(weakref.ref(self), weakref.ref(unit)) for unit in units]
 
     def _watch(self, producer: weakref.ref[Node] | None = None) -> Watch:
-        assert self.engine is not None
         # `hold` is None in a backward that runs the forward again: then it has begun.
         return Watch(self.engine.hold, producer)
 
     @torch_private.outside_transforms
     def input_done(self, unit: Unit) -> None:
         """The gradient of an input of `unit`'s module is complete."""
-        assert self.engine is not None
         progress = self.engine.schedule.current.of[unit]
         progress.open_inputs -= 1
         if progress.open_inputs <= 0:
@@ -181,7 +180,6 @@ class Node:
     @torch_private.outside_transforms
     def _let_units_go(self, output: Any, awaits_backward: bool) -> None:
         engine = self.engine
-        assert engine is not None
         recomputes = torch_private.inside_backward()
         for unit in self.units:
             progress = engine.schedule.current.of[unit]
@@ -206,13 +204,9 @@ class Node:
 
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
-        assert self.engine is not None
-        if not (
-            torch.is_grad_enabled() and self.module.training and self.engine.schedule.reduce_order
-        ):
-            return
-        opaque = next(opaque_in(output), None)
-        if opaque is not None:
+        trains = torch.is_grad_enabled() and self.module.training
+        opaque = next(opaque_in(output), None) if trains else None
+        if opaque is not None and self.engine.schedule.reduce_order:
             raise RuntimeError(
                 f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
                 "tensor with a gradient was found, so backward would not gather its parameters; "
@@ -222,25 +216,23 @@ class Node:
 
     def _explain(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward may have ended in an error that we can say more about; the pass ends with it."""
-        error = sys.exc_info()[1]
-        if error is not None:
-            engine = self.engine
-            ended = engine is not None and engine.forward_root is self
-            if ended and not torch_private.inside_backward():
-                assert engine is not None
-                engine.reset()
-            explain(
-                error,
-                "Read parameters inside the forward of the module that was sharded with them, or "
-                "shard the modules that share them as one unit (fully_shard([a, b]), or units= of "
-                "the Plan)",
-            )
+        error, engine = sys.exc_info()[1], self._engine
+        if error is None:
+            return
+        recomputes = torch_private.inside_backward()
+        if engine is not None and engine.forward_root is self and not recomputes:
+            engine.reset()
+        explain(
+            error,
+            "Read parameters inside the forward of the module that was sharded with them, or "
+            "shard the modules that share them as one unit (fully_shard([a, b]), or units= of "
+            "the Plan)",
+        )
 
     @torch_private.outside_transforms
     def before_backward(self) -> None:
         """The gradient of an output of this module is complete."""
         engine = self.engine
-        assert engine is not None
         engine.open_backward()
         if marks.on is not None:
             marks.on.turn(self._unit_name, "backward")

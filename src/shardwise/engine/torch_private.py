@@ -82,7 +82,9 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any
 def all_gather_grouped(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
 ) -> Any:
-    """Many gathers in one call of the backend, each into its own place."""
+    """Many gathers in one call of the backend, each into its own place. Without the options it
+    blocks the host, and large parameters would have to travel one call each.
+    """
     options = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = True
     return getattr(group, _GROUPED)(outputs, inputs, options)
@@ -90,7 +92,7 @@ def all_gather_grouped(
 
 def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> None:
     """Cut each tensor into `ranks` equal row blocks (zero-padded) and lay them side by side,
-    casting: one kernel.
+    casting: one kernel. Without it a reduce is packed by several for each gradient.
     """
     torch._chunk_cat(tensors, 0, ranks, out=output)
 
@@ -139,18 +141,22 @@ def never_compiled(function: Call) -> Call:
 
 def compiles_frames() -> bool:
     """Whether every function that is called now would be compiled: inside torch.compile, where it
-    gave up on the caller.
+    gave up on the caller. Without it an optimizer's hook would be compiled, too.
     """
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class that holds other tensors and acts for them."""
+    """Whether a tensor is of a class that holds other tensors and acts for them. Without it float8
+    and its kin would be packed as if their bytes were one tensor's.
+    """
     return is_traceable_wrapper_subclass(tensor)
 
 
 def inside_transform() -> bool:
-    """Whether a transform of torch.func (jvp, grad, vmap) is under way."""
+    """Whether a transform of torch.func (jvp, grad, vmap) is under way. Without it the model does
+    not train under one.
+    """
     return bool(torch._C._are_functorch_transforms_active())
 
 
@@ -173,7 +179,9 @@ def outside_transforms(function: Call) -> Call:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass that is running now has ended."""
+    """Run `callback` when the backward pass that is running now has ended. Without it nobody knows
+    when the gradients of unused parameters will not come any more.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(outside_transforms(callback))
 
 
@@ -234,7 +242,9 @@ def supported_devices(group: Any) -> set[str]:
 
 
 def default_store() -> Any:
-    """The store through which the ranks of this world met."""
+    """The store through which the ranks of this world met. Without it what ranks compare would go
+    through the user's groups, among their collectives.
+    """
     return dist.distributed_c10d._get_default_store()
 
 
@@ -268,7 +278,10 @@ class MemoryIdentity:
 def make_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """What a DTensor keeps beside its local tensor; one will do for any number of them."""
+    """What a DTensor keeps beside its local tensor; one will do for any number of them. Without it
+    every gradient would be described anew in every step.
+    """
+    _teach_dtensors()
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
@@ -277,12 +290,13 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor that stands on `local` itself. (What DTensor.from_local makes of a host tensor is a
     copy on the mesh's device.)
     """
-    _teach_dtensors()
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def views_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A flat tensor as views of the given shapes, one after the other, in one call."""
+    """A flat tensor as views of the given shapes, one after the other, in one call instead of two
+    for each.
+    """
     return list(torch._C._nn.unflatten_dense_tensors(flat, like))
 
 
@@ -330,17 +344,23 @@ def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, itself and outside autograd; any other tensor as it is."""
+    """This rank's part of a DTensor, itself and outside autograd; any other tensor as it is.
+    (`to_local` gives another tensor each time, through autograd.)
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Let a DTensor stand on other memory of the same shape and dtype."""
+    """Let a DTensor stand on other memory of the same shape and dtype. Without it a model that was
+    moved or loaded would have other parameters than its optimizer.
+    """
     tensor._local_tensor = local
 
 
 def completed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose functional collective, if any, has ended."""
+    """A tensor whose functional collective, if any, has ended. Without it tensor parallel gradients
+    would be packed before they are there.
+    """
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -348,7 +368,9 @@ def completed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def insert_module_state(module: nn.Module, state: FSDPState) -> None:
-    """Let torch find the state of a module."""
+    """Let torch find the state of a module. Without it torch's functions beside `fully_shard` take
+    the module for one that is not sharded.
+    """
     _composable_state._insert_module_state(module, state)
 
 
@@ -383,12 +405,16 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of all of them, in order."""
+    """One mesh with the axes of all of them, in order. Without it tensor parallel parameters cannot
+    be DTensors on both meshes.
+    """
     return DeviceMesh._concatenate(meshes)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """The placement of a tensor that a later axis of its mesh had already cut along `dim`."""
+    """The placement of a tensor that a later axis of its mesh had already cut along `dim`. Without
+    it such a DTensor would put its rows together in a wrong order.
+    """
     return _StridedShard(dim, split_factor=split_factor)
 
 
