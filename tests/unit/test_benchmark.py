@@ -10,14 +10,15 @@ import torch
 
 from shardwise.cli import main
 from shardwise.emulation.collectives import Network
-from shardwise.emulation.models import LM, Shape, make_model
 from shardwise.emulation.run import joined
 from shardwise.lab import engines, step
 from shardwise.lab.engines import OPTIMIZER, Wrapped, largest_difference
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Row, Sample, Side
+from shardwise.trainer.model import LM, make_model
+from shardwise.trainer.sizes import bench_size
 
-TINY = Shape(layers=2, d_model=8, d_ff=16, heads=2, vocab=11)
+TINY = bench_size(layers=2, d_model=8, d_ff=16, heads=2, vocab=11)
 
 
 def test_spread_is_the_interquartile_range_or_of_few_values_the_whole():
@@ -148,7 +149,7 @@ def test_the_peak_of_a_trace_is_inside_the_marked_step_and_above_its_start():
 
 def test_the_large_model_is_the_design_s():
     with torch.device("meta"):
-        count = sum(p.numel() for p in LM(step.LARGE).parameters())
+        count = sum(p.numel() for p in LM(step.LARGE, 8).parameters())
     assert round(count / 1e9, 2) == 0.95
 
 
@@ -239,11 +240,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.engine import torch_private as versions
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab import engines
-from shardwise.emulation.models import Shape, make_model
+from shardwise.trainer.model import make_model
+from shardwise.trainer.sizes import bench_size
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 tokens = torch.arange(6).view(1, 6)
-shape = Shape(layers=3, d_model=8, d_ff=16, heads=2, vocab=11)
+shape = bench_size(layers=3, d_model=8, d_ff=16, heads=2, vocab=11)
 before = dist.all_reduce
 with emulate(Network(bandwidth=1e9, latency=1e-6)) as network:
     for wrap in (engines.wrap_ours, engines.wrap_theirs):

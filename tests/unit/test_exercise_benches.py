@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shardwise.cli import main
-from shardwise.emulation.models import Shape, make_model
 from shardwise.errors import UserError
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import summarize
@@ -29,6 +28,8 @@ from shardwise.lab.exercises.memory_trace import (
 )
 from shardwise.lab.exercises.sizes import Case, explain_failure
 from shardwise.lab.rows import RowFile
+from shardwise.trainer.model import make_model
+from shardwise.trainer.sizes import Size
 
 CPU = {"environment": {"gpu": None}}
 
@@ -52,8 +53,8 @@ def test_the_seeds_shapes_are_those_its_figures_imply():
 def test_plain_attention_is_the_fused_one():
     tokens = torch.arange(12).view(2, 6)
     logits = [
-        make_model(Shape(2, 16, 32, 2, 32, rotary=True, plain_attention=plain), "cpu")(tokens)
-        for plain in (True, False)
+        make_model(Size(16, 32, 2, 2, 2, 32, attention=attention), "cpu")(tokens)
+        for attention in ("plain", "torch")
     ]
     torch.testing.assert_close(*logits)
 
@@ -61,7 +62,7 @@ def test_plain_attention_is_the_fused_one():
 def test_rotary_positions_tell_orders_apart():
     orders = torch.tensor([[1, 2, 3], [2, 1, 3]])
     for rotary in (False, True):
-        model = make_model(Shape(1, 16, 32, 2, 32, rotary=rotary), "cpu")
+        model = make_model(Size(16, 32, 1, 2, 2, 32, rotary=rotary), "cpu")
         one, other = model(orders)[:, -1]
         # Without positions the last token sees a set, with them a sequence.
         assert (one - other).abs().max() > 1e-4 if rotary else torch.allclose(one, other, atol=1e-6)
@@ -220,7 +221,7 @@ def test_the_peak_of_a_step_is_made_of_parameters_moments_and_gradients():
     assert phases == ["forward", "backward", "optimizer"] * 2
     assert max(row["curve"]["mib"]) == pytest.approx(second["bytes"] / 2**20, abs=0.2)
     named = {group["what"] for peak in (first, second) for group in peak["held"]}
-    assert "gradient of layers.*.gate.weight" in named
+    assert "gradient of layers.*.feed_forward.gate.weight" in named
 
 
 def test_memory_of_a_forward_pass_exceeds_inference_and_is_drawn(tmp_path):

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import fsdp2
-from shardwise.emulation.models import LM, OPTIMIZER, compute_loss
 from shardwise.engine.api import engine_of, shard
 from shardwise.engine.local_step import local
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.profiling.timing import Step
+from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
 
 # What each strategy is compared with.
 PEERS = {

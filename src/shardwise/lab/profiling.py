@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.children import spawn_ranks
-from shardwise.emulation.models import make_model
 from shardwise.engine import marks
 from shardwise.lab import engines, step
 from shardwise.lab.step import Case, Family
 from shardwise.profiling.collect import TRACED_ON_CUDA, Profile
 from shardwise.profiling.timing import Step, spread
+from shardwise.trainer.model import make_model
 
 CASES = {"gloo2": ("gloo2",), "h200": ("h200-4x2048-300GBs", "h200-1x2048-300GBs")}
 _ROUNDS = {"cpu": 12, "cuda": 48}

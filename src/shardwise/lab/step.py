@@ -23,11 +23,13 @@ import torch.distributed as dist
 
 from shardwise.children import spawn_ranks
 from shardwise.emulation.collectives import Emulation, Network, emulate
-from shardwise.emulation.models import LARGE, OPTIMIZER, Shape, make_model
 from shardwise.lab import engines
 from shardwise.lab.engines import Precision, Wrap, Wrapped
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Row, Sample, Side, Step, Timer
+from shardwise.trainer.model import OPTIMIZER, make_model
+from shardwise.trainer.sizes import BENCH as LARGE
+from shardwise.trainer.sizes import Size, bench_size
 
 OWN = Precision()  # every dtype the parameters' own
 TOLERANCE = 1e-5
@@ -45,7 +47,7 @@ class Case:
     """One comparison: what runs, and on what."""
 
     name: str
-    shape: Shape
+    shape: Size
     batch: int
     length: int
     strategies: tuple[str, ...]
@@ -73,9 +75,8 @@ class Family:
     about: str
 
 
-SMALL = Shape(layers=16, d_model=64, d_ff=256, heads=4, vocab=256)
-MEDIUM = Shape(layers=6, d_model=256, d_ff=1024, heads=4, vocab=256)
-# Query, key and value in one: fewer parameters, which favours engines that pay for each.
+SMALL = bench_size(layers=16, d_model=64, d_ff=256, heads=4, vocab=256)
+MEDIUM = bench_size(layers=6, d_model=256, d_ff=1024, heads=4, vocab=256)
 NETWORKS = {
     "free": Network(),
     "300GBs": Network(bandwidth=300e9, latency=20e-6),

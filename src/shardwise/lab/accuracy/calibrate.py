@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from shardwise.description.cluster import Cluster, Level, Protocol
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.emulation.models import LM, OPTIMIZER, Shape, compute_loss
 from shardwise.engine.api import shard
 from shardwise.lab.accuracy.kernels import time_on
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import describe
 from shardwise.profiling import footprint
+from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
+from shardwise.trainer.sizes import bench_size
 
-TINY = Shape(layers=8, d_model=64, d_ff=128, heads=4, vocab=128, fused_qkv=True)
+TINY = bench_size(layers=8, d_model=64, d_ff=128, heads=4, vocab=128, fused_qkv=True)
 UNBOUND = 1e18  # bytes/s of a network that costs nothing
 
 
@@ -147,8 +148,7 @@ def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
     matter.
     """
     tokens = torch.zeros((1, 32), dtype=torch.int64, device=device)
-    with torch.device("meta"):
-        sketch = LM(TINY)
+    sketch = make_model(TINY, "meta")
     plan = Plan.of("zero3", dist.get_world_size(), compute_dtype="bfloat16", reduce_dtype="float32")
     described = describe(
         sketch,
@@ -158,13 +158,12 @@ def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
         device=torch.device(device).type,
     )
     launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
-    torch.manual_seed(0)
-    bare = _time_host(LM(TINY).to(device, torch.bfloat16), tokens, rounds)
+    bare = _time_host(make_model(TINY, device).to(torch.bfloat16), tokens, rounds)
     op_s = bare.step / launches
 
     def beyond(plan: Plan) -> HostTime:
         """The engine's own seconds, per unit."""
-        engine = LM(TINY).to(device)
+        engine = make_model(TINY, device)
         shard(engine, plan)
         with emulate(Network()):
             taken = _time_host(engine, tokens, rounds)

@@ -10,25 +10,22 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils import checkpoint as activation_checkpoint
-
 from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import Network
-from shardwise.emulation.models import LM, Shape
 from shardwise.lab.engines import Precision
 from shardwise.planning.plan import Plan
+from shardwise.trainer.model import LM, make_model
+from shardwise.trainer.sizes import BENCH as LARGE
+from shardwise.trainer.sizes import CheckpointKind, Size, bench_size
 
 WORLD = 8
 FREE = Network()
 NVLINK = Network(bandwidth=300e9, latency=20e-6)
 SLOW = Network(bandwidth=100e9, latency=20e-6)
 
-LARGE = Shape(layers=16, d_model=2048, d_ff=5632, heads=16, vocab=32000, fused_qkv=True)
-WIDE = Shape(layers=8, d_model=4096, d_ff=11008, heads=32, vocab=32000, fused_qkv=True)
-DEEP = Shape(layers=24, d_model=1536, d_ff=4096, heads=12, vocab=50304)
-LEAN = Shape(layers=8, d_model=1024, d_ff=4096, heads=8, vocab=16000)
+WIDE = bench_size(layers=8, d_model=4096, d_ff=11008, heads=32, vocab=32000, fused_qkv=True)
+DEEP = bench_size(layers=24, d_model=1536, d_ff=4096, heads=12, vocab=50304)
+LEAN = bench_size(layers=8, d_model=1024, d_ff=4096, heads=8, vocab=16000)
 MIXED = Precision("bfloat16", "float32")
 HALF = Precision("bfloat16", "bfloat16")
 FULL = Precision()
@@ -40,13 +37,13 @@ class AccuracyCase:
 
     name: str
     group: str  # build, held-out
-    shape: Shape
+    shape: Size
     strategy: str
     batch: int  # sequences of a micro-batch
     length: int
     precision: Precision = MIXED
     network: Network = NVLINK
-    checkpoint: str = "none"
+    checkpoint: CheckpointKind = "none"
     micro_batches: int = 1
     mesh: tuple[int, int] | None = None  # None: one axis of WORLD ranks
     settings: tuple[tuple[str, Any], ...] = ()
@@ -82,7 +79,7 @@ class AccuracyCase:
 
     def quick(self) -> AccuracyCase:
         """The same path in seconds on any device; its figures mean nothing."""
-        shape = dataclasses.replace(self.shape, layers=2, d_model=64, d_ff=128, heads=4, vocab=128)
+        shape = bench_size(2, 64, 128, 4, 128, self.shape.fused_qkv)
         return dataclasses.replace(self, shape=shape, batch=1, length=32)
 
 
@@ -113,21 +110,9 @@ CASES: tuple[AccuracyCase, ...] = (
 )  # fmt: skip
 
 
-class CheckpointedLM(LM):
-    """The benchmark's model with every block's activations recomputed in backward."""
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(tokens_BT)
-        for layer in self.layers:
-            x_BTD = activation_checkpoint.checkpoint(
-                layer, x_BTD, use_reentrant=False, preserve_rng_state=False
-            )
-        return self.head(self.norm(x_BTD))
-
-
-def build_model(case: AccuracyCase, device: str) -> nn.Module:
-    """The case's model with random weights (or on the meta device, without any)."""
-    kind = LM if case.checkpoint == "none" or device == "meta" else CheckpointedLM
-    torch.manual_seed(0)
-    with torch.device(device):
-        return kind(case.shape)
+def build_model(case: AccuracyCase, device: str) -> LM:
+    """The case's model with random weights (or on the meta device, without any; `describe` is told
+    of checkpointing there).
+    """
+    checkpoint: CheckpointKind = "none" if device == "meta" else case.checkpoint
+    return make_model(case.shape, device, case.length, checkpoint)

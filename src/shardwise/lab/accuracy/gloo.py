@@ -26,7 +26,6 @@ from shardwise.calibration.device import calibrate
 from shardwise.children import spawn_ranks
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
-from shardwise.emulation.models import OPTIMIZER, Shape, compute_loss, make_model
 from shardwise.engine.api import shard
 from shardwise.engine.collectives import Group
 from shardwise.engine.local_step import local
@@ -37,13 +36,15 @@ from shardwise.predict.describe import describe
 from shardwise.predict.simulate import simulate
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.timing import Step
+from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
+from shardwise.trainer.sizes import Size, bench_size
 
 if TYPE_CHECKING:
     from shardwise.lab.accuracy.rows import Results
 
 RANKS = 2
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-SHAPE = Shape(layers=6, d_model=256, d_ff=1024, heads=4, vocab=256)
+SHAPE = bench_size(layers=6, d_model=256, d_ff=1024, heads=4, vocab=256)
 BATCH, LENGTH = 4, 64
 STEPS, WARMUP = 40, 3
 ROUNDS = 5
@@ -53,7 +54,7 @@ ROUNDS = 5
 class GlooTask:
     """What the two ranks run."""
 
-    shape: Shape = SHAPE
+    shape: Size = SHAPE
     batch: int = BATCH
     length: int = LENGTH
     steps: int = STEPS
@@ -67,7 +68,7 @@ class GlooTask:
         return Sizes(self.batch * self.length, self.shape.d_model, self.shape.vocab)
 
 
-QUICK = GlooTask(Shape(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("ddp", "zero3"))
+QUICK = GlooTask(bench_size(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("ddp", "zero3"))
 
 
 def run_gloo(results: Results, quick: bool, busy: bool = False) -> None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription, Pass
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.emulation.models import OPTIMIZER, compute_loss
 from shardwise.engine.api import shard
 from shardwise.engine.local_step import local
 from shardwise.engine.microbatches import microbatches
@@ -35,6 +34,7 @@ from shardwise.predict.step import StepOptions
 from shardwise.profiling import footprint
 from shardwise.profiling.timing import Sample, Step, time_on_cuda
 from shardwise.timeline import Timeline
+from shardwise.trainer.model import OPTIMIZER, compute_loss
 
 WARMUP = 3
 STEPS = 5

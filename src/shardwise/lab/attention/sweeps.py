@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.emulation.models import eager
 from shardwise.errors import UserError
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention
@@ -37,6 +36,7 @@ from shardwise.lab.attention.plot import make_picture
 from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
 from shardwise.lab.rows import RowFile, measured_elsewhere, read_rows
 from shardwise.profiling.timing import describe_environment
+from shardwise.trainer.model import attend_plainly as eager
 
 DOCUMENT = ("table7", "tables45")
 SWEEPS = ("heads", *DOCUMENT)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.emulation.models import LM, compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import PARTS, summarize, time_parts
 from shardwise.lab.exercises.fresh import Fresh
@@ -31,6 +30,7 @@ from shardwise.lab.exercises.sizes import (
     make_optimizer,
 )
 from shardwise.lab.rows import Row, RowFile, say
+from shardwise.trainer.model import LM, compute_loss
 
 WARMUP = 5
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss, relative

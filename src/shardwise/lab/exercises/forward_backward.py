@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.emulation.models import compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.fresh import run_fresh
 from shardwise.lab.exercises.sizes import (
@@ -28,6 +27,7 @@ from shardwise.lab.exercises.sizes import (
     make_optimizer,
 )
 from shardwise.lab.rows import Row, RowFile, say
+from shardwise.trainer.model import compute_loss
 
 PARTS = ("forward", "backward", "optimizer")
 

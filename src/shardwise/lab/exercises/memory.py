@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardwise.emulation.models import LM, compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.memory_plot import draw_curves
 from shardwise.lab.exercises.memory_trace import (
@@ -46,6 +45,7 @@ from shardwise.lab.exercises.sizes import (
     make_optimizer,
 )
 from shardwise.lab.rows import Row, RowFile, measured_elsewhere, read_rows, say
+from shardwise.trainer.model import LM, compute_loss
 
 MODES = ("inference", "forward", "step")
 POINTS = 120  # of a stored curve
@@ -56,8 +56,15 @@ PASSES = {"inference": ["inference"], "forward": ["forward"], "step": ["first st
 class Subject:
     """One model in memory, and the passes over it."""
 
-    def __init__(self, size: str, precision: str, attention: str, quick: bool) -> None:
-        case = Case(size, precision, attention, quick=quick)
+    def __init__(
+        self,
+        size: str,
+        precision: str,
+        attention: str,
+        quick: bool,
+        longest: int = seed004.CONTEXT,
+    ) -> None:
+        case = Case(size, precision, attention, context=longest, quick=quick)
         self.on_gpu = case.device == "cuda"
         self.model: LM = case.make_model()
         self.names = {id(m): name for name, m in self.model.named_modules() if name}
@@ -255,7 +262,7 @@ def run(
             continue
         if file.time_is_up():
             break
-        subject = _build(size, precision, arguments, file, todo)
+        subject = _build(size, precision, arguments, max(contexts), file, todo)
         for case, mode in todo:
             if subject is None or file.time_is_up():
                 break
@@ -277,11 +284,12 @@ def _build(
     size: str,
     precision: str,
     arguments: argparse.Namespace,
+    longest: int,
     file: RowFile,
     todo: list[tuple[Case, str]],
 ) -> Subject | None:
     try:
-        return Subject(size, precision, arguments.attention, arguments.quick)
+        return Subject(size, precision, arguments.attention, arguments.quick, longest)
     except (RuntimeError, ValueError) as error:
         failure = explain_failure(error)
     for case, mode in todo:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.emulation.models import LM, OPTIMIZER, compute_loss
 from shardwise.engine.api import shard
 from shardwise.engine.local_step import local
 from shardwise.engine.torch_private import call_after_backward
@@ -31,6 +30,7 @@ from shardwise.lab.exercises.sizes import CPU_SIZES, Case, describe_run, explain
 from shardwise.lab.rows import Row, RowFile, measured_elsewhere, read_rows, say
 from shardwise.planning.plan import Plan
 from shardwise.profiling.timing import Step, time_on_cuda, time_on_host
+from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
 
 WARMUP, STEPS = 3, 7
 Moment = torch.cuda.Event | float

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.emulation.models import LM, Shape, make_model
 from shardwise.lab.exercises import seed004
 from shardwise.lab.rows import say
 from shardwise.profiling.timing import describe_environment
+from shardwise.trainer.model import LM, make_model
+from shardwise.trainer.sizes import SIZES, AttentionKind, Size
 
-QUICK = Shape(layers=2, d_model=32, d_ff=64, heads=2, vocab=64)
+QUICK = Size(d_model=32, d_ff=64, layers=2, heads=2, kv_heads=2, vocab=64)
 # What a CPU measures in minutes.
 CPU_SIZES = ("small",)
 
@@ -40,18 +41,14 @@ class Case:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> Size:
         """The seed's sizes; of a trial run, next to nothing."""
-        plain = self.attention == "plain"
-        if self.quick:
-            return dataclasses.replace(QUICK, rotary=True, plain_attention=plain)
-        layers, d_model, d_ff, heads = seed004.MODELS[self.size]
-        return Shape(
-            layers, d_model, d_ff, heads, seed004.VOCAB, rotary=True, plain_attention=plain
-        )
+        attention: AttentionKind = "plain" if self.attention == "plain" else "torch"
+        known = QUICK if self.quick else SIZES[self.size]
+        return dataclasses.replace(known, attention=attention)
 
     def make_model(self) -> LM:
-        return make_model(self.shape, self.device)
+        return make_model(self.shape, self.device, self.context)
 
     def make_tokens(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets."""
