@@ -8,6 +8,7 @@ heads, G key/value heads, K width of one head, P pairs of one head's width (K / 
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,25 +88,26 @@ class Attention(nn.Module):
             self.k = nn.Linear(size.d_model, kv_width, bias=False)
             self.v = nn.Linear(size.d_model, kv_width, bias=False)
         self.out = nn.Linear(size.d_model, size.d_model, bias=False)
-        self.rope = rope
+        self.rope: nn.Module = nn.Identity() if rope is None else rope
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        projected: Iterable[Tensor]
         if self.fused_qkv:
             projected = self.qkv(x_BTD).chunk(3, dim=-1)
         else:
-            projected = (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
+            projected = (project(x_BTD) for project in (self.q, self.k, self.v))
         q_BHTK, k_BGTK, v_BGTK = (
             part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in projected
         )
-        if self.rope is not None:
-            q_BHTK, k_BGTK = self.rope(q_BHTK), self.rope(k_BGTK)
-        if self.kind == "plain":
-            mixed_BHTK = attend_plainly(q_BHTK, k_BGTK, v_BGTK)
-        elif self.kind == "torch":
-            mixed_BHTK = attend_by_torch(q_BHTK, k_BGTK, v_BGTK)
-        else:
-            mixed_BHTK = attend(q_BHTK, k_BGTK, v_BGTK)
+        mixed_BHTK = self._attend(self.rope(q_BHTK), self.rope(k_BGTK), v_BGTK)
         return self.out(mixed_BHTK.transpose(1, 2).flatten(-2))
+
+    def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        if self.kind == "plain":
+            return attend_plainly(q_BHTK, k_BGTK, v_BGTK)
+        if self.kind == "torch":
+            return attend_by_torch(q_BHTK, k_BGTK, v_BGTK)
+        return attend(q_BHTK, k_BGTK, v_BGTK)
 
 
 class FeedForward(nn.Module):
