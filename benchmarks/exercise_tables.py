@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.lab.attention.seed import tables_4_and_5
-from shardwise.lab.exercises import memory_plot as memory_bench_plot
-from shardwise.lab.exercises import overlap_plot, seed004
+from shardwise.lab.exercises import seed004
+from shardwise.lab.exercises.memory.picture import make_picture as draw_memory
+from shardwise.lab.exercises.overlap.picture import make_picture as draw_overlap
 
 Result = dict[str, Any]
 
@@ -165,10 +166,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
 PICTURES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "docs/images/memory-2.7b.svg": (
         "memory-h200.json",
-        lambda result: memory_bench_plot.make_picture(result["rows"]),
+        lambda result: draw_memory(result["rows"]),
     ),
     "docs/images/overlap-xl.svg": (
         "overlap-h200.json",
-        lambda result: overlap_plot.make_picture(result["rows"]),
+        lambda result: draw_overlap(result["rows"]),
     ),
 }

@@ -16,9 +16,8 @@ from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import summarize
-from shardwise.lab.exercises.fresh import run_fresh
-from shardwise.lab.exercises.memory import Subject
-from shardwise.lab.exercises.memory_trace import (
+from shardwise.lab.exercises.memory.peaks import Subject
+from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
     Allocation,
@@ -26,7 +25,8 @@ from shardwise.lab.exercises.memory_trace import (
     read_trace,
     thin_out,
 )
-from shardwise.lab.exercises.sizes import Case, explain_failure
+from shardwise.lab.exercises.models import ModelCase
+from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile
 from shardwise.trainer.model import make_model
 from shardwise.trainer.sizes import Size
@@ -42,7 +42,7 @@ def read(path: Path) -> list[dict]:
 
 
 def test_the_seeds_shapes_are_those_its_figures_imply():
-    case = Case("2.7b", "fp32")
+    case = ModelCase("2.7b", "fp32")
     assert case.batch * 128 * case.shape.d_model * 4 == 5 * 2**20  # its residual stream
     assert case.shape.d_model * case.shape.d_ff * 4 == 100 * 2**20  # its largest allocation
     with torch.device("meta"):
@@ -207,8 +207,8 @@ def test_layers_are_one_group_and_thinning_keeps_the_extremes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's allocations")
 def test_the_peak_of_a_step_is_made_of_parameters_moments_and_gradients():
-    case = Case("small", "fp32", context=4, quick=True)
-    row = Subject("small", "fp32", "plain", quick=True).measure(case, "step", with_curve=True)
+    case = ModelCase("small", "fp32", context=4, quick=True)
+    row = Subject(case).measure(case, "step", with_curve=True)
     parameters = row["parameter_bytes"]
     first, second = row["peaks"]
     for peak in (first, second):
@@ -267,7 +267,7 @@ def test_naive_communication_starts_after_backward_and_is_drawn(tmp_path):
     phases = [phase for _, phase, _, _ in row["compute"]]
     assert phases == ["forward"] * 3 + ["backward"] * 3 + ["waiting", "optimizer"]
     assert not inside
-    model = Case("small", "fp32", quick=True).make_model()
+    model = ModelCase("small", "fp32", quick=True).make_model()
     assert len(row["messages"]) == len(list(model.parameters()))
     sent = sum(nbytes for nbytes, *_ in row["messages"])
     # Each with eight numbers behind it that say who produced a gradient.

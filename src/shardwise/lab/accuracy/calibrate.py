@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.description.cluster import Cluster, Level, Protocol
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.engine.api import shard
 from shardwise.lab.accuracy.kernels import time_on
-from shardwise.planning.plan import Plan
-from shardwise.predict.describe import describe
 from shardwise.profiling import footprint
 from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
 from shardwise.trainer.sizes import bench_size
@@ -149,8 +147,10 @@ def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
     """
     tokens = torch.zeros((1, 32), dtype=torch.int64, device=device)
     sketch = make_model(TINY, "meta")
-    plan = Plan.of("zero3", dist.get_world_size(), compute_dtype="bfloat16", reduce_dtype="float32")
-    described = describe(
+    plan = sw.Plan.of(
+        "zero3", dist.get_world_size(), compute_dtype="bfloat16", reduce_dtype="float32"
+    )
+    described = sw.describe(
         sketch,
         (tokens.to("meta"), tokens.to("meta")),
         plan,
@@ -161,10 +161,10 @@ def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
     bare = _time_host(make_model(TINY, device).to(torch.bfloat16), tokens, rounds)
     op_s = bare.step / launches
 
-    def beyond(plan: Plan) -> HostTime:
+    def beyond(plan: sw.Plan) -> HostTime:
         """The engine's own seconds, per unit."""
         engine = make_model(TINY, device)
-        shard(engine, plan)
+        sw.shard(engine, plan)
         with emulate(Network()):
             taken = _time_host(engine, tokens, rounds)
         units = len(plan.resolve(sketch).require_units())

@@ -10,10 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import shardwise as sw
 from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import Network
-from shardwise.lab.engines import Precision
-from shardwise.planning.plan import Plan
+from shardwise.lab.steps.engines import Precision
 from shardwise.trainer.model import LM, make_model
 from shardwise.trainer.sizes import BENCH as LARGE
 from shardwise.trainer.sizes import CheckpointKind, Size, bench_size
@@ -52,8 +52,8 @@ class AccuracyCase:
         if self.group not in ("build", "held-out"):
             raise ValueError(f"case {self.name}: group is {self.group!r}, expected build, held-out")
 
-    def plan(self) -> Plan:
-        return Plan.of(
+    def plan(self) -> sw.Plan:
+        return sw.Plan.of(
             self.strategy,
             self.mesh or WORLD,
             compute_dtype=self.precision.compute,

@@ -10,37 +10,32 @@ other programs use, `busy` takes the quickest samples of everything instead.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+import shardwise as sw
 from shardwise.calibration.device import calibrate
-from shardwise.children import spawn_ranks
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
-from shardwise.engine.api import shard
-from shardwise.engine.collectives import Group
-from shardwise.engine.local_step import local
 from shardwise.lab.accuracy.kernels import KernelTable, Sizes
-from shardwise.planning.plan import Plan
+from shardwise.lab.accuracy.page import tell_prediction
+from shardwise.lab.processes import ask_ranks
+from shardwise.lab.rows import say
 from shardwise.predict.cost import Costs
-from shardwise.predict.describe import describe
-from shardwise.predict.simulate import simulate
 from shardwise.predict.step import StepOptions
+from shardwise.profiling.results import Row
 from shardwise.profiling.timing import Step
 from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
 from shardwise.trainer.sizes import Size, bench_size
 
 if TYPE_CHECKING:
-    from shardwise.lab.accuracy.rows import Results
+    from shardwise.lab.accuracy.run import Results
 
 RANKS = 2
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -61,8 +56,8 @@ class GlooTask:
     strategies: tuple[str, ...] = STRATEGIES
     busy: bool = False
 
-    def plan(self, strategy: str) -> Plan:
-        return Plan.of(strategy, RANKS)
+    def plan(self, strategy: str) -> sw.Plan:
+        return sw.Plan.of(strategy, RANKS)
 
     def sizes(self) -> Sizes:
         return Sizes(self.batch * self.length, self.shape.d_model, self.shape.vocab)
@@ -73,8 +68,6 @@ QUICK = GlooTask(bench_size(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("dd
 
 def run_gloo(results: Results, quick: bool, busy: bool = False) -> None:
     """Calibrate, time the kernels and the steps on two ranks, then predict each step."""
-    from shardwise.lab.accuracy.rows import say
-
     task = QUICK if quick else GlooTask()
     if all(results.has(case=f"gloo2-{name}") for name in task.strategies):
         return
@@ -84,11 +77,12 @@ def run_gloo(results: Results, quick: bool, busy: bool = False) -> None:
         say(f"gloo, round {i + 1}: calibrating this machine (two ranks)")
         cluster = calibrate("gloo2", ranks=RANKS, quick=quick, busy=busy, tell=say).cluster
         say(f"gloo, round {i + 1}: timing the model's kernels and its steps on two ranks")
-        rounds.append(predict_rows(task, cluster, measure_ranks(task)))
-    results.add([join_rounds(rows) for rows in zip(*rounds, strict=True)])
+        rounds.append(predict_rows(task, cluster, ask_ranks(measure_rank, task, world=RANKS)))
+    for rows in zip(*rounds, strict=True):
+        results.add(join_rounds(rows))
 
 
-def join_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_rounds(rows: Sequence[Row]) -> Row:
     """One strategy's rows: each figure's median over the rounds, and the rounds' own."""
     joined = dict(rows[0])
     for key in ("predicted_ms", "measured_ms", "measured_least_ms", "measured_spread_ms"):
@@ -101,19 +95,8 @@ def join_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def measure_ranks(task: GlooTask) -> dict[str, Any]:
-    """Kernel seconds, copy rates and step times, from two fresh processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn_ranks(_measure_rank, (task, folder), RANKS)
-        return json.loads((Path(folder) / "answer.json").read_text())
-
-
-def _measure_rank(rank: int, task: GlooTask, folder: str) -> None:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def measure_rank(task: GlooTask) -> dict[str, Any]:
+    """Kernel seconds, seconds of calls, and step times: what each of the ranks runs."""
     table = KernelTable("cpu", quickest=task.busy)
     described = _describe(task, "zero3")[1]
     dist.barrier()
@@ -122,35 +105,32 @@ def _measure_rank(rank: int, task: GlooTask, folder: str) -> None:
     keys = sorted(table.seconds)
     mean = torch.tensor([table.seconds[key] for key in keys], dtype=torch.float64) / RANKS
     dist.all_reduce(mean)
-    calls = {
-        kind: _time_calls(kind, task) for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    found = {
+        "kernels": dict(zip(keys, mean.tolist(), strict=True)),
+        "calls": {kind: _time_calls(kind, task) for kind in kinds},
+        "steps_ms": _time_steps(task),
     }
-    steps = _time_steps(task)
-    if rank == 0:
-        kernels = dict(zip(keys, mean.tolist(), strict=True))
-        answer = {"kernels": kernels, "steps_ms": steps, "calls": calls}
-        (Path(folder) / "answer.json").write_text(json.dumps(answer))
     dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def _time_calls(kind: str, task: GlooTask) -> list[tuple[int, float]]:
     """Seconds that the call itself takes, before anything is waited for, by message size."""
-    group = Group("shard", dist.group.WORLD, RANKS, dist.get_rank(), None)
     found = []
     for power in range(12, 26, 2):
         whole = torch.ones(2**power // 4)
         part = torch.ones(whole.numel() // RANKS)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather": partial(dist.all_gather_into_tensor, whole, part, async_op=True),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, async_op=True),
+            "all_reduce": partial(dist.all_reduce, whole, async_op=True),
+        }
         samples = []
         for _ in range(12):
             dist.barrier()
             began = time.perf_counter()
-            if kind == "all_gather":
-                handle = group.all_gather(whole, part)
-            elif kind == "reduce_scatter":
-                handle = group.reduce_scatter(part, whole)
-            else:
-                handle = group.all_reduce(whole)
+            handle = calls[kind]()
             samples.append(time.perf_counter() - began)
             handle.wait()
         found.append((2**power, min(samples) if task.busy else statistics.median(samples)))
@@ -175,8 +155,8 @@ def _time_steps(task: GlooTask) -> dict[str, list[float]]:
 
 def _step_of(task: GlooTask, strategy: str) -> Step:
     model = make_model(task.shape, "cpu")
-    shard(model, task.plan(strategy))
-    optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
+    sw.shard(model, task.plan(strategy))
+    optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (2, task.batch, task.length)
     tokens, targets = torch.randint(0, task.shape.vocab, shape, generator=draw)
@@ -189,18 +169,15 @@ def _step_of(task: GlooTask, strategy: str) -> Step:
     return step
 
 
-def _describe(task: GlooTask, strategy: str) -> tuple[Plan, Any]:
-    with torch.device("meta"):
-        model = make_model(task.shape, "meta")
+def _describe(task: GlooTask, strategy: str) -> tuple[sw.Plan, Any]:
+    model = make_model(task.shape, "meta")
     plan = task.plan(strategy).resolve(model)
     tokens = torch.empty((task.batch, task.length), dtype=torch.int64, device="meta")
     inputs = (tokens, tokens.clone())
-    return plan, describe(model, inputs, plan, loss=compute_loss, device="cpu")
+    return plan, sw.describe(model, inputs, plan, loss=compute_loss, device="cpu")
 
 
-def predict_rows(
-    task: GlooTask, cluster: Cluster, measured: dict[str, Any]
-) -> list[dict[str, Any]]:
+def predict_rows(task: GlooTask, cluster: Cluster, measured: dict[str, Any]) -> list[Row]:
     """One row for each strategy."""
     table = KernelTable("cpu", measured["kernels"])
     rows = []
@@ -211,7 +188,7 @@ def predict_rows(
         # A kernel timed alone has its dispatch in it; what is left is autograd's and the modules'.
         launch = max(0.0, cluster.host.op_s - cluster.device.kernel_s)
         costs.set_passes(table.passes(described, task.sizes(), launch))
-        timeline = simulate(
+        timeline = sw.simulate(
             plan,
             described,
             cluster,
@@ -225,11 +202,10 @@ def predict_rows(
                 "case": f"gloo2-{strategy}",
                 "mode": f"{strategy} {plan.replicate}x{plan.shard}, {task.shape.describe()}",
                 "set": "gloo",
-                "predicted_ms": timeline.step_ms,
+                **tell_prediction(timeline),
                 "measured_ms": min(times) if task.busy else statistics.median(times),
                 "measured_least_ms": min(times),
                 "measured_spread_ms": max(times) - min(times),
-                "breakdown_ms": {k: v / 1e6 for k, v in timeline.breakdown().parts().items()},
             }
         )
     return rows

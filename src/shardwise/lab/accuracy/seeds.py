@@ -13,17 +13,17 @@ from typing import Any
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members
 from shardwise.description.model import KernelFact, ModelDescription
-from shardwise.description.preset import Preset
+from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
+from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.describe import describe, describe_preset
 from shardwise.predict.simulate import simulate
 from shardwise.predict.step import StepOptions
+from shardwise.profiling.results import Row
 from shardwise.timeline import Timeline
-
-Row = dict[str, Any]
 
 # Seed 000: one H200 alone, a micro-batch of 1 and of 2 sequences (`shardwise bench ffn`).
 MICRO_BATCH_S = {1: 0.6601, 2: 1.3175}  # benchmarks/results/ffn-h200.json
@@ -73,24 +73,12 @@ def _run_ffn(plan: Plan, cluster: Cluster, workload: Workload, ratio: int, engin
         measured += [(p, base.compute(p) * scale) for p in passes]
     costs = Costs.of(cluster)
     costs.set_passes(measured)
-    units = tuple(described[1].units)
-    resolved = plan.resolve(_ffn_module(workload.sequence))
-    assert len(units) == len(resolved.require_units())
+    resolved = plan.resolve(load_preset("ffn8").build(workload.sequence))
+    assert len(described[1].units) == len(resolved.require_units())
+    options = StepOptions(optimizer=False)
     return simulate(
-        resolved,
-        described,
-        cluster,
-        workload,
-        costs=costs,
-        engine=engine,
-        options=StepOptions(optimizer=False),
+        resolved, described, cluster, workload, costs=costs, engine=engine, options=options
     )
-
-
-def _ffn_module(context: int) -> Any:
-    from shardwise.description.preset import load_preset
-
-    return load_preset("ffn8").build(context)
 
 
 def micro_batch_seconds(size: int) -> float:
@@ -106,9 +94,8 @@ def rows_000() -> Iterator[Row]:
         yield {
             "seed": "000",
             "mode": mode,
-            "predicted_ms": timeline.step_ms,
+            **tell_prediction(timeline),
             "reported_ms": FFN_REPORTED_MS[mode],
-            "breakdown_ms": _milliseconds(timeline),
             "note": FFN_NOTE,
         }
 
@@ -282,16 +269,11 @@ def rows_002() -> Iterator[Row]:
         row: Row = {
             "seed": "002",
             "mode": name,
-            "predicted_ms": timeline.step_ms,
+            **tell_prediction(timeline),
             "reported_ms": reported_ms,
             "compared": "order",
             "note": GRAPH_NOTE,
-            "breakdown_ms": _milliseconds(timeline),
         }
         if name in BY_BYTES:
             row |= {"predicted_bytes": timeline.peak().total, "reported_bytes": reported_bytes}
         yield row
-
-
-def _milliseconds(timeline: Timeline) -> dict[str, float]:
-    return {name: value / 1e6 for name, value in timeline.breakdown().parts().items()}

@@ -7,21 +7,19 @@ mislead: what counts is how much of it hides behind compute.
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.children import spawn_ranks
-from shardwise.engine.api import shard
-from shardwise.planning.plan import Plan
+import shardwise as sw
+from shardwise.lab.processes import ask_ranks
+from shardwise.lab.rows import describe_run
+from shardwise.profiling.results import Row, write_json
 from shardwise.profiling.timing import spread
 
 WORLD = 2
@@ -31,24 +29,31 @@ MODES = ("packed", "each")
 WIDTHS = (16, 32, 64, 128, 256, 512, 1024)  # of square fp32 matrices: 1 KiB to 4 MiB
 
 
-def measure(rounds: int, widths: Sequence[int] = WIDTHS) -> list[dict[str, Any]]:
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, write the JSON, print the table."""
+    facts = describe_run(arguments)
+    rows = measure(arguments.rounds)
+    if arguments.json is not None:
+        write_json(arguments.json, **facts, rows=rows)
+    print("tensor bytes   packed ms     each ms   each/packed")
+    for row in rows:
+        medians = row["median_ms"]
+        print(
+            f"{row['tensor_bytes']:12,} {medians['packed']:11.3f} {medians['each']:11.3f} "
+            f"{row['each_over_packed']:13.2f}"
+        )
+
+
+def measure(rounds: int, widths: Sequence[int] = WIDTHS) -> list[Row]:
     """One row for every tensor size: the median milliseconds of each mode."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn_ranks(_measure_on_rank, (rounds, widths, folder), WORLD)
-        return json.loads((Path(folder) / "answer.json").read_text())
+    return ask_ranks(_measure_widths, rounds, widths, world=WORLD)
 
 
-def _measure_on_rank(rank: int, rounds: int, widths: Sequence[int], folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    rows = [_measure_width(width, rounds) for width in widths]
-    if rank == 0:
-        (Path(folder) / "answer.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
+def _measure_widths(rounds: int, widths: Sequence[int]) -> list[Row]:
+    return [_measure_width(width, rounds) for width in widths]
 
 
-def _measure_width(width: int, rounds: int) -> dict[str, Any]:
+def _measure_width(width: int, rounds: int) -> Row:
     models = {mode: _build(width, mode) for mode in MODES}
     x = torch.randn(BATCH, width)
     taken: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -79,4 +84,4 @@ def _build(width: int, mode: str) -> nn.Module:
 
     torch.manual_seed(0)
     model = nn.Sequential(*[block() for _ in range(BLOCKS)])
-    return shard(model, Plan.of("zero3", mesh=WORLD, gather=mode))
+    return sw.shard(model, sw.Plan.of("zero3", mesh=WORLD, gather=mode))

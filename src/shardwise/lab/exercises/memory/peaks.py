@@ -12,6 +12,7 @@ profiler's record of allocations.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -27,24 +28,20 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.memory_plot import draw_curves
-from shardwise.lab.exercises.memory_trace import (
+from shardwise.lab.exercises.memory.picture import make_picture
+from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
     Allocation,
-    Trace,
+    MemoryTrace,
     group_by_name,
     read_trace,
     thin_out,
 )
-from shardwise.lab.exercises.sizes import (
-    Case,
-    choose_sizes,
-    describe_run,
-    explain_failure,
-    make_optimizer,
-)
-from shardwise.lab.rows import Row, RowFile, measured_elsewhere, read_rows, say
+from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.processes import explain_failure
+from shardwise.lab.rows import RowFile, only_draw, say
+from shardwise.profiling.results import Row, print_table
 from shardwise.trainer.model import LM, compute_loss
 
 MODES = ("inference", "forward", "step")
@@ -56,23 +53,16 @@ PASSES = {"inference": ["inference"], "forward": ["forward"], "step": ["first st
 class Subject:
     """One model in memory, and the passes over it."""
 
-    def __init__(
-        self,
-        size: str,
-        precision: str,
-        attention: str,
-        quick: bool,
-        longest: int = seed004.CONTEXT,
-    ) -> None:
-        case = Case(size, precision, attention, context=longest, quick=quick)
+    def __init__(self, case: ModelCase) -> None:
+        """For sequences of up to the case's context."""
         self.on_gpu = case.device == "cuda"
         self.model: LM = case.make_model()
         self.names = {id(m): name for name, m in self.model.named_modules() if name}
         # The libraries' workspaces come with the first products; they are not the model's.
-        self.run(Case(size, precision, attention, context=8, quick=quick), "step")
+        self.run(dataclasses.replace(case, context=min(8, case.context)), "step")
         self.release()
 
-    def run(self, case: Case, mode: str) -> tuple[list[int], list[dict[int, str]]]:
+    def run(self, case: ModelCase, mode: str) -> tuple[list[int], list[dict[int, str]]]:
         """The peak of each pass (on a GPU), and the owners of addresses at its end."""
         tokens, targets = case.make_tokens()
         peaks: list[int] = []
@@ -111,7 +101,7 @@ class Subject:
                     owners[_address(state[key])] = f"{words} of {name}"
         return owners
 
-    def profile(self, case: Case, mode: str) -> Trace:
+    def profile(self, case: ModelCase, mode: str) -> MemoryTrace:
         """The same pass under the profiler."""
         # What the profiler says on every start is of no use here.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -138,7 +128,7 @@ class Subject:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def measure(self, case: Case, mode: str, with_curve: bool) -> Row:
+    def measure(self, case: ModelCase, mode: str, with_curve: bool) -> Row:
         """Peaks and, on a CPU always, curve and names."""
         try:
             self.release()
@@ -159,7 +149,7 @@ class Subject:
         self.release()
         return {"failure": failure}
 
-    def describe_peak(self, trace: Trace, mode: str, number: int) -> dict[str, Any]:
+    def describe_peak(self, trace: MemoryTrace, mode: str, number: int) -> dict[str, Any]:
         """What is held at the peak of the pass with this number, by name."""
         time, total = trace.peak(*_passes(trace)[number])
         held = [*self.parameters(), *trace.held_at(time)]
@@ -192,7 +182,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _passes(trace: Trace) -> list[tuple[float, float]]:
+def _passes(trace: MemoryTrace) -> list[tuple[float, float]]:
     """Start and end of each pass: a pass begins with forward."""
     starts = [phase.start for phase in trace.phases if phase.name == "forward"]
     ends = [*starts[1:], trace.phases[-1].end]
@@ -224,7 +214,7 @@ def _marked(model: nn.Module, names: dict[int, str]) -> Iterator[None]:
             hook.remove()
 
 
-def compress(trace: Trace) -> dict[str, Any]:
+def compress(trace: MemoryTrace) -> dict[str, Any]:
     """A curve to keep: ms from the start and MiB, and where the phases are."""
     start = trace.times[0]
     points = thin_out(trace.times, trace.totals, POINTS)
@@ -238,76 +228,46 @@ def compress(trace: Trace) -> dict[str, Any]:
     }
 
 
-def run(
-    arguments: argparse.Namespace,
-    sizes: tuple[str, ...] | None,
-    precisions: tuple[str, ...],
-    contexts: tuple[int, ...],
-    command: str,
-) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the curves, print the table."""
-    if arguments.quick:
-        contexts = tuple(max(4, context // 32) for context in contexts)
-    facts = describe_run(command, arguments.commit, arguments.quick)
-    if arguments.resume and arguments.plot is not None and measured_elsewhere(arguments.json):
-        draw_curves(read_rows(arguments.json), arguments.plot)
+    if only_draw(arguments, make_picture):
         return
-    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
-    chosen = choose_sizes(sizes, arguments.quick)
-    for size, precision in itertools.product(chosen, precisions):
-        cases = [Case(size, precision, arguments.attention, c, quick=arguments.quick)
-                 for c in contexts]  # fmt: skip
-        todo = [(case, mode) for case in cases for mode in MODES if _key(case, mode) not in file]
-        if not todo:
-            continue
-        if file.time_is_up():
-            break
-        subject = _build(size, precision, arguments, max(contexts), file, todo)
-        for case, mode in todo:
-            if subject is None or file.time_is_up():
-                break
+    quick, contexts = arguments.quick, arguments.contexts
+    if quick:
+        contexts = tuple(max(4, context // 32) for context in contexts)
+    file = RowFile.of(arguments)
+    chosen = choose_sizes(arguments.sizes, quick)
+    for size, precision in itertools.product(chosen, arguments.precision):
+        cases = [ModelCase(size, precision, arguments.attention, c, quick=quick) for c in contexts]
+        todo = itertools.product(cases, MODES)
+        subject: Subject | None = None
+        failure = ""
+        for case, mode in file.missing(todo, lambda pair: _key(*pair)):
+            if subject is None and not failure:
+                try:
+                    subject = Subject(cases[-1])
+                except (RuntimeError, ValueError) as error:
+                    failure = explain_failure(error)
             # Curves of the largest model at every context, of the others at the longest.
-            with_curve = mode != "inference" and (
-                size == chosen[-1] or case.context == contexts[-1]
+            with_curve = mode != "inference" and (size == chosen[-1] or case == cases[-1])
+            row: Row = {"key": _key(case, mode), **case.describe(), "mode": mode}
+            row["seed"] = seed004.memory(size, precision, case.context, mode)
+            row |= (
+                {"failure": failure} if subject is None else subject.measure(case, mode, with_curve)
             )
-            row = _row(case, mode) | subject.measure(case, mode, with_curve)
             file.add(row)
             say(_describe(row))
         del subject
         gc.collect()
+        if file.time_left() == 0.0:
+            break
     if arguments.plot is not None:
-        draw_curves(file.rows, arguments.plot)
-    print_table(file.rows, facts)
+        arguments.plot.write_text(make_picture(file.rows), encoding="utf-8")
+    _print(file.rows, file.facts["environment"])
 
 
-def _build(
-    size: str,
-    precision: str,
-    arguments: argparse.Namespace,
-    longest: int,
-    file: RowFile,
-    todo: list[tuple[Case, str]],
-) -> Subject | None:
-    try:
-        return Subject(size, precision, arguments.attention, arguments.quick, longest)
-    except (RuntimeError, ValueError) as error:
-        failure = explain_failure(error)
-    for case, mode in todo:
-        file.add(_row(case, mode) | {"failure": failure})
-    say(f"{size} {precision}: {failure}")
-    return None
-
-
-def _key(case: Case, mode: str) -> str:
+def _key(case: ModelCase, mode: str) -> str:
     return f"{case.key}/{mode}"
-
-
-def _row(case: Case, mode: str) -> Row:
-    return {
-        "key": _key(case, mode), "size": case.size, "precision": case.precision,
-        "attention": case.attention, "batch": case.batch, "context": case.context, "mode": mode,
-        "seed": seed004.memory(case.size, case.precision, case.context, mode),
-    }  # fmt: skip
 
 
 def _describe(row: Row) -> str:
@@ -317,24 +277,19 @@ def _describe(row: Row) -> str:
     return words + ", ".join(f"{peak['bytes'] / 1e9:.3f} GB" for peak in row["peaks"])
 
 
-def print_table(rows: list[Row], facts: dict[str, Any]) -> None:
+def _print(rows: list[Row], environment: dict[str, Any]) -> None:
     """A line per pass."""
-    from rich.table import Table
-
-    from shardwise.profiling.results import print_on_console
-
-    table = Table(title="peak memory, GB (1e9 bytes)")
-    for name in ("size", "precision", "context", "mode", "peak", "the seed's", "largest tensors"):
-        table.add_column(name, justify="right" if "pea" in name or "seed" in name else "left")
+    lines = []
     for row in rows:
         cells = [row["size"], row["precision"], str(row["context"]), row["mode"]]
         if "failure" in row:
-            table.add_row(*cells, row["failure"])
+            lines.append([*cells, row["failure"]])
             continue
         for i, peak in enumerate(row["peaks"]):
             seed = f"{row['seed']['gb']:.3f}" if row["seed"] and i == 0 else ""
-            largest = peak.get("largest", [])[:1]
             named = ", ".join(f"{g['count']} x {g['each'] / 2**20:.1f} MiB {g['what']}"
-                              for g in largest)  # fmt: skip
-            table.add_row(*cells, f"{peak['bytes'] / 1e9:.3f}", seed, named)
-    print_on_console(table, facts["environment"], width=150)
+                              for g in peak.get("largest", [])[:1])  # fmt: skip
+            lines.append([*cells, f"{peak['bytes'] / 1e9:.3f}", seed, named])
+    left = ("size", "precision", "context", "mode", "largest tensors")
+    heads = (*left[:4], "peak", "the seed's", left[4])
+    print_table("peak memory, GB (1e9 bytes)", heads, lines, environment, left, width=150)

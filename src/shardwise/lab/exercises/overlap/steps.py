@@ -19,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.engine.api import shard
-from shardwise.engine.local_step import local
-from shardwise.engine.torch_private import call_after_backward
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.fresh import run_fresh
-from shardwise.lab.exercises.overlap_plot import make_picture
-from shardwise.lab.exercises.sizes import CPU_SIZES, Case, describe_run, explain_failure
-from shardwise.lab.rows import Row, RowFile, measured_elsewhere, read_rows, say
-from shardwise.planning.plan import Plan
+from shardwise.lab.exercises.models import CPU_SIZES, QUICK_CONTEXT, ModelCase, tell_device
+from shardwise.lab.exercises.overlap.picture import make_picture
+from shardwise.lab.processes import explain_failure, join_fake_group, run_fresh
+from shardwise.lab.rows import RowFile, only_draw, say
+from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import Step, time_on_cuda, time_on_host
 from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
 
@@ -72,7 +70,9 @@ class Stopwatch:
 
 @contextmanager
 def watch(model: LM, stopwatch: Stopwatch) -> Iterator[None]:
-    """Mark where forward enters each block, and where backward does."""
+    """Mark where forward enters each block, where backward does, and where backward's compute has
+    ended: behind the embedding's.
+    """
     names = {id(layer): f"layers.{i}" for i, layer in enumerate(model.layers)}
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -81,7 +81,12 @@ def watch(model: LM, stopwatch: Stopwatch) -> Iterator[None]:
     def leave(module: nn.Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(lambda _: stopwatch.mark(names[id(module)], "backward"))
 
-    hooks: list[Any] = []
+    def look_up(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        assert output.grad_fn is not None
+        output.grad_fn.register_hook(lambda *_: stopwatch.mark("", "waiting"))
+
+    # Ahead of the engine's hooks, which may put nodes of their own behind the output.
+    hooks: list[Any] = [model.embedding.register_forward_hook(look_up, prepend=True)]
     for layer in model.layers:
         hooks.append(layer.register_forward_pre_hook(enter))
         hooks.append(layer.register_forward_hook(leave))
@@ -95,12 +100,12 @@ def watch(model: LM, stopwatch: Stopwatch) -> Iterator[None]:
 class Trial:
     """A model under one plan on an emulated network."""
 
-    def __init__(self, case: Case, reduce: str, ranks: int) -> None:
+    def __init__(self, case: ModelCase, reduce: str, ranks: int) -> None:
         self.case, self.ranks = case, ranks
         self.model = case.make_model()
         self.tokens = case.make_tokens()
-        shard(self.model, Plan.of("ddp", mesh=ranks, reduce=reduce))
-        self.optimizer = local(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER))
+        sw.shard(self.model, sw.Plan.of("ddp", mesh=ranks, reduce=reduce))
+        self.optimizer = sw.local(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER))
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -114,27 +119,20 @@ class Trial:
         with watch(self.model, stopwatch):
             loss = compute_loss(self.model, *self.tokens) / self.ranks
 
-        def begin(_: Tensor) -> None:
-            stopwatch.mark("head", "backward")
-            # Called before the engine's own callback, which waits for the last collectives.
-            call_after_backward(lambda: stopwatch.mark("", "waiting"))
-
-        loss.register_hook(begin)
+        loss.register_hook(lambda _: stopwatch.mark("head", "backward"))
         loss.backward()
         stopwatch.mark("update", "optimizer")
         self.optimizer.step()
         stopwatch.mark("", "")
 
 
-def measure(case: Case, reduce: str, ranks: int, network: Network) -> dict[str, Any]:
+def measure(case: ModelCase, reduce: str, ranks: int, network: Network) -> dict[str, Any]:
     """Time steps under the plan, then record one; in a process of its own."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if case.quick:
         torch.set_num_threads(1)
     on_gpu = case.device == "cuda"
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        join_fake_group(ranks)
         with emulate(network) as emulation:
             trial = Trial(case, reduce, ranks)
             steps = 2 if case.quick else STEPS
@@ -171,57 +169,44 @@ def _time(step: Step, steps: int, on_gpu: bool) -> float:
     return statistics.median(timer(step).step_ms for _ in range(steps))
 
 
-def run(arguments: argparse.Namespace, reduces: tuple[str, ...], command: str) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure plan by plan, write the JSON after each, draw the picture, print the table."""
-    if arguments.resume and arguments.plot is not None and measured_elsewhere(arguments.json):
-        arguments.plot.write_text(make_picture(read_rows(arguments.json)), encoding="utf-8")
+    if only_draw(arguments, make_picture):
         return
-    size = arguments.size
-    if not torch.cuda.is_available():
-        say("no CUDA device here: the figures are this CPU's")
-        size = size or CPU_SIZES[0]
-    context = 8 if arguments.quick else seed004.CONTEXT
-    case = Case(size or "xl", "fp32", "plain", context, quick=arguments.quick)
+    tell_device()
+    size = arguments.size or ("xl" if torch.cuda.is_available() else CPU_SIZES[0])
+    context = QUICK_CONTEXT if arguments.quick else seed004.CONTEXT
+    case = ModelCase(size, "fp32", "plain", context, quick=arguments.quick)
     network = Network(arguments.bandwidth * 1e9, arguments.latency * 1e-6)
-    facts = describe_run(command, arguments.commit, arguments.quick)
-    facts["network"] = (
-        f"emulated: {arguments.bandwidth:g} GB/s per rank, {arguments.latency:g} us per collective"
-    )
-    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
-    for reduce in reduces:
-        key = f"{case.key}/{arguments.ranks}/{facts['network']}/{reduce}"
-        if key in file:
-            continue
-        if file.time_is_up():
-            break
-        say(f"{case.size} ddp {reduce}, {arguments.ranks} ranks, {facts['network']}")
-        row: Row = {
-            "key": key, "size": case.size, "reduce": reduce, "ranks": arguments.ranks,
-            "batch": case.batch, "context": case.context, "precision": case.precision,
-        }  # fmt: skip
-        row |= run_fresh(measure, case, reduce, arguments.ranks, network)
-        row["seed"] = seed004.DDP_STEPS.get(reduce, {}) if case.size == "xl" else {}
+    told = f"{arguments.bandwidth:g} GB/s per rank, {arguments.latency:g} us per collective"
+    file = RowFile.of(arguments, network=f"emulated: {told}")
+
+    def key(reduce: str) -> str:
+        return f"{case.key}/{arguments.ranks}/{file.facts['network']}/{reduce}"
+
+    for reduce in file.missing(arguments.reduce, key):
+        say(f"{size} ddp {reduce}, {arguments.ranks} ranks, {file.facts['network']}")
+        row: Row = {"key": key(reduce), "reduce": reduce, "ranks": arguments.ranks}
+        row |= case.describe() | run_fresh(measure, case, reduce, arguments.ranks, network)
+        row["seed"] = seed004.DDP_STEPS.get(reduce, {}) if size == "xl" else {}
         file.add(row)
-        say(f"{case.size} ddp {reduce}: " + row.get("failure", f"{row.get('step_ms')} ms"))
+        say(f"{size} ddp {reduce}: " + row.get("failure", f"{row.get('step_ms')} ms"))
     if arguments.plot is not None:
         arguments.plot.write_text(make_picture(file.rows), encoding="utf-8")
-    print_table(file.rows, facts)
+    _print(file.rows, file.facts)
 
 
-def print_table(rows: list[Row], facts: dict[str, Any]) -> None:
+def _print(rows: list[Row], facts: dict[str, Any]) -> None:
     """A line per plan."""
-    from rich.table import Table
-
-    from shardwise.profiling.results import print_on_console
-
-    table = Table(title=f"one step of data parallel, ms ({facts['network']})")
-    for name in ("size", "reduce", "messages", "step", "free network", "communication", "exposed"):
-        table.add_column(name, justify="left" if name in ("size", "reduce") else "right")
+    lines = []
     for row in rows:
+        cells = [row["size"], row["reduce"]]
         if "failure" in row:
-            table.add_row(row["size"], row["reduce"], row["failure"])
+            lines.append([*cells, row["failure"]])
             continue
         figures = ("step_ms", "free_step_ms", "communication_ms", "exposed_ms")
-        table.add_row(row["size"], row["reduce"], str(len(row["messages"])),
-                      *(f"{row[name]:.1f}" for name in figures))  # fmt: skip
-    print_on_console(table, facts["environment"])
+        lines.append([*cells, str(len(row["messages"])), *(f"{row[n]:.1f}" for n in figures)])
+    left = ("size", "reduce")
+    heads = (*left, "messages", "step", "free network", "communication", "exposed")
+    title = f"one step of data parallel, ms ({facts['network']})"
+    print_table(title, heads, lines, facts["environment"], left)

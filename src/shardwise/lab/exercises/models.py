@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,17 +13,18 @@ from torch import Tensor
 
 from shardwise.lab.exercises import seed004
 from shardwise.lab.rows import say
-from shardwise.profiling.timing import describe_environment
-from shardwise.trainer.model import LM, make_model
+from shardwise.profiling.results import Row
+from shardwise.trainer.model import LM, OPTIMIZER, make_model
 from shardwise.trainer.sizes import SIZES, AttentionKind, Size
 
 QUICK = Size(d_model=32, d_ff=64, layers=2, heads=2, kv_heads=2, vocab=64)
+QUICK_CONTEXT = 8
 # What a CPU measures in minutes.
 CPU_SIZES = ("small",)
 
 
 @dataclass(frozen=True)
-class Case:
+class ModelCase:
     """One model under measurement."""
 
     size: str
@@ -35,6 +37,10 @@ class Case:
     @property
     def key(self) -> str:
         return "/".join(str(value) for value in asdict(self).values())
+
+    def describe(self) -> Row:
+        """What a row says of its model."""
+        return {name: value for name, value in asdict(self).items() if name != "quick"}
 
     @property
     def device(self) -> str:
@@ -69,31 +75,19 @@ class Case:
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW, the same for all."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(model.parameters(), **OPTIMIZER)
 
 
-def choose_sizes(asked: tuple[str, ...] | None, quick: bool) -> tuple[str, ...]:
+def choose_sizes(asked: Sequence[str] | None, quick: bool) -> Sequence[str]:
     """The sizes asked for; otherwise all that this machine measures in reasonable time."""
-    if not torch.cuda.is_available():
-        say("no CUDA device here: the figures are this CPU's")
+    tell_device()
     if asked is not None:
         return asked
     if quick:
         return ("small", "medium")
-    return tuple(seed004.MODELS) if torch.cuda.is_available() else CPU_SIZES
+    return seed004.MODELS if torch.cuda.is_available() else CPU_SIZES
 
 
-def describe_run(command: str, commit: str | None, quick: bool) -> dict[str, Any]:
-    """What a file of results says of all its rows."""
-    facts: dict[str, Any] = {"environment": describe_environment(commit), "command": command}
-    if quick:
-        facts["quick"] = True
-    return facts
-
-
-def explain_failure(error: BaseException) -> str:
-    """An out-of-memory is a result; the rest is named."""
-    words = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in words:
-        return "out of memory"
-    return f"{type(error).__name__}: {words[:200]}"
+def tell_device() -> None:
+    if not torch.cuda.is_available():
+        say("no CUDA device here: the figures are this CPU's")

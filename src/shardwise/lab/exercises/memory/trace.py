@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASE, MODULE = "phase:", "module:"
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Trace:
+class MemoryTrace:
     """What one profiled pass says of memory; `times` in microseconds, `totals` in bytes."""
 
     times: list[float]
@@ -59,11 +59,11 @@ class Trace:
 
 
 def read_trace(
-    events: Sequence[Event],
+    events: Sequence[TraceEvent],
     on_gpu: bool,
     before: int,
     owners: Sequence[Mapping[int, str]] = (),
-) -> Trace:
+) -> MemoryTrace:
     """Turn a trace's events into curve and names.
 
     `before` is what was held when the trace began. `owners[i]` names addresses in use at the end of
@@ -100,13 +100,13 @@ def read_trace(
         totals.append(totals[-1] + size)
     for _, owned in marks:
         _name_owners(alive, owned)
-    return Trace(times, totals, allocations, phases)
+    return MemoryTrace(times, totals, allocations, phases)
 
 
 _SPANS = ("cpu_op", "user_annotation")
 
 
-def _is_on_gpu(event: Event) -> bool:
+def _is_on_gpu(event: TraceEvent) -> bool:
     return event["args"].get("Device Type") == 1
 
 
@@ -115,9 +115,9 @@ def _name_owners(alive: Mapping[int, Allocation], owned: Mapping[int, str]) -> N
         allocation.what = owned.get(address, allocation.what)
 
 
-def _name_allocations(spans: Sequence[Event], memory: Sequence[Event]) -> list[str]:
+def _name_allocations(spans: Sequence[TraceEvent], memory: Sequence[TraceEvent]) -> list[str]:
     """The name of each memory event by what was running on its thread at its time."""
-    by_thread: dict[Any, list[Event]] = defaultdict(list)
+    by_thread: dict[Any, list[TraceEvent]] = defaultdict(list)
     for event in (*spans, *memory):
         by_thread[event["tid"]].append(event)
     # Sequence number -> the module whose operator autograd gave it.
@@ -125,7 +125,7 @@ def _name_allocations(spans: Sequence[Event], memory: Sequence[Event]) -> list[s
     names: dict[int, str] = {}
     threads = sorted(by_thread.values(), key=lambda own: min(e["ts"] for e in own))
     for own in threads:
-        open_spans: list[Event] = []
+        open_spans: list[TraceEvent] = []
         for event in sorted(own, key=lambda e: (e["ts"], -e.get("dur", 0))):
             while open_spans and open_spans[-1]["ts"] + open_spans[-1]["dur"] <= event["ts"]:
                 open_spans.pop()
@@ -139,7 +139,7 @@ def _name_allocations(spans: Sequence[Event], memory: Sequence[Event]) -> list[s
     return [names[id(event)] for event in memory]
 
 
-def _name(open_spans: Sequence[Event], recorded: Mapping[int, str]) -> str:
+def _name(open_spans: Sequence[TraceEvent], recorded: Mapping[int, str]) -> str:
     module, operator = _module(open_spans), ""
     for span in open_spans:
         name = span["name"]
@@ -153,7 +153,7 @@ def _name(open_spans: Sequence[Event], recorded: Mapping[int, str]) -> str:
     return f"{module}: {operator}" if module and operator else operator or module or "other"
 
 
-def _module(open_spans: Sequence[Event]) -> str:
+def _module(open_spans: Sequence[TraceEvent]) -> str:
     inside = [s["name"] for s in open_spans if s["name"].startswith(MODULE)]
     return inside[-1].removeprefix(MODULE) if inside else ""
 

@@ -17,10 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import fsdp2
-from shardwise.engine.api import engine_of, shard
-from shardwise.engine.local_step import local
-from shardwise.planning.plan import DTYPES, Plan
+import shardwise as sw
+from shardwise.planning.plan import DTYPES
 from shardwise.profiling.timing import Step
 from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
 
@@ -78,19 +76,17 @@ Wrap = Callable[[LM, str, Precision], Wrapped]
 
 def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
     """shardwise with the defaults of a Plan, and the optimizer on flat local buffers."""
-    plan = Plan.of(
+    plan = sw.Plan.of(
         strategy,
         mesh=dist.get_world_size(),
         compute_dtype=precision.compute,
         reduce_dtype=precision.reduce,
-    )
-    shard(model, plan)
-    optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
-    resolved = engine_of(model).plan
-    assert resolved is not None
+    ).resolve(model)
+    sw.shard(model, plan)
+    optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
     settings = {
-        "plan": dataclasses.asdict(dataclasses.replace(resolved, units=None)),
-        "units": len(resolved.require_units()),
+        "plan": dataclasses.asdict(dataclasses.replace(plan, units=None)),
+        "units": len(plan.require_units()),
         "optimizer": "local(AdamW)",
     }
     return Wrapped(model, optimizer, plan.world, settings)
@@ -108,7 +104,7 @@ def wrap_theirs(model: LM, strategy: str, precision: Precision) -> Wrapped:
 
 def wrap_dropin(model: LM, strategy: str, precision: Precision) -> Wrapped:
     """torch's program with the import changed: `from shardwise import fully_shard`."""
-    return _wrap_by(fsdp2.fully_shard, model, strategy, precision)
+    return _wrap_by(sw.fully_shard, model, strategy, precision)
 
 
 def _wrap_by(

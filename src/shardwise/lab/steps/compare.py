@@ -1,0 +1,299 @@
+"""The step benchmark: one training step of shardwise against torch's engines.
+
+Every family of cases runs in processes of its own, one per real rank, so that a process group, a
+thread count or a CUDA context of one never meets another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.emulation.collectives import Emulation
+from shardwise.lab.processes import ask_ranks
+from shardwise.lab.rows import describe_run, say
+from shardwise.lab.steps import engines
+from shardwise.lab.steps.cases import (
+    Choice,
+    Family,
+    StepCase,
+    describe_case,
+    is_real,
+    make_tokens,
+    open_network,
+    select,
+)
+from shardwise.lab.steps.engines import Wrap, Wrapped
+from shardwise.profiling import footprint, timing
+from shardwise.profiling.results import Row, print_table, write_json
+from shardwise.profiling.timing import Sample, Side, Step, Timer
+from shardwise.trainer.model import make_model
+
+SIDES = ("ours", "theirs")
+TOLERANCE = 1e-5
+PARITY_STEPS = 3
+BLOCKS = 5  # on a GPU: how often each candidate is built and timed
+LEFT_OVER = 2**28  # bytes that may stay on the device between them without a word
+
+
+class BenchmarkError(Exception):
+    """A comparison that would not be worth its figures."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The figures of both candidates. Ratios are ours over the peer's: below 1 is better."""
+
+    case: str
+    strategy: str
+    peer: str
+    step_ratio: float
+    cpu_ratio: float
+    memory_ratio: float
+    device_ratio: float | None
+    reserved_ratio: float | None
+    ours: Side
+    theirs: Side
+    parity: float | None  # largest relative difference of a parameter or gradient; None: no values
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, ours: Side, theirs: Side, **facts: Any) -> Comparison:
+        return cls(
+            step_ratio=ours.step_ms / theirs.step_ms,
+            cpu_ratio=ours.cpu_ms / theirs.cpu_ms,
+            memory_ratio=ours.peak_bytes / theirs.peak_bytes,
+            device_ratio=_ratio(ours.device_ms, theirs.device_ms),
+            reserved_ratio=_ratio(ours.reserved_bytes, theirs.reserved_bytes),
+            ours=ours,
+            theirs=theirs,
+            **facts,
+        )
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or theirs is None else ours / theirs
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the cases, write the JSON, print the table."""
+    choice = Choice(arguments.strategies, arguments.steps, arguments.quick, arguments.through)
+    facts = describe_run(arguments)
+    rows: list[Row] = []
+    for family in select(arguments.cases, choice).values():
+        answer = ask_family(family, compare_all, family, arguments.quick)
+        if "error" in answer:
+            sys.exit(f"shardwise: {answer['error']}")
+        rows += answer["rows"]
+    if arguments.json is not None:
+        write_json(arguments.json, **facts, rows=rows)
+    if rows:
+        _print(rows, facts["environment"])
+    else:
+        print("nothing was measured: no case of these is left on this machine")
+
+
+def ask_family(family: Family, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` answers on rank 0 of fresh processes that share the family's group."""
+    return ask_ranks(
+        function, *arguments,
+        world=family.world, processes=family.processes, backend=family.backend,
+    )  # fmt: skip
+
+
+def compare_all(family: Family, quick: bool) -> dict[str, Any]:
+    """The rows of all cases of a family, or why there are none."""
+    try:
+        rows = [
+            dataclasses.asdict(_compare(family, case, strategy, quick))
+            for case in family.cases
+            for strategy in case.strategies
+        ]
+    except BenchmarkError as error:
+        return {"error": str(error)}
+    return {"rows": rows}
+
+
+def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Comparison:
+    """One row."""
+    say(f"{case.name} {strategy}: {case.steps} steps each, in turn")
+    with open_network(case) as emulation:
+        measure = _measure_on_gpu if family.device == "cuda" else _measure_on_cpu
+        sides, parity, settings = measure(family, case, strategy, emulation)
+    row = Comparison.of(
+        sides["ours"],
+        sides["theirs"],
+        case=case.name,
+        strategy=strategy,
+        peer=engines.PEERS[strategy],
+        parity=parity,
+        settings=describe_case(family, case, quick) | settings,
+    )
+    alone = "" if row.device_ratio is None else f", on the device alone {row.device_ratio:.2f}"
+    say(
+        f"{case.name} {strategy}: {row.ours.step_ms:.1f} ms against {row.theirs.step_ms:.1f}, "
+        f"ratio {row.step_ratio:.2f}{alone}"
+    )
+    return row
+
+
+Measured = tuple[dict[str, Side], float | None, dict[str, Any]]
+
+
+def _measure_on_cpu(
+    family: Family, case: StepCase, strategy: str, emulation: Emulation | None
+) -> Measured:
+    """Both candidates live side by side and step in turn; memory is taken from a second pair.
+
+    The memory step has a batch of one token, so that its peak is what the parameters cost
+    (gathered, reduced, optimized) and next to nothing of activations.
+    """
+    candidates = {name: _build(family, case, strategy, wrap) for name, wrap in _wraps(case).items()}
+    tokens = make_tokens(case, family.device, case.batch, case.length)
+    steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
+    parity = _check_parity(candidates, steps, case.name, strategy) if is_real(family) else None
+    timer = timing.time_on_host(lambda: None)
+    if is_real(family):
+        timer = _slowest_rank(timing.time_on_host(dist.barrier))
+    samples = timing.alternate(steps, case.steps, case.warmup, timer)
+    settings = {name: candidate.settings for name, candidate in candidates.items()}
+    del candidates, steps
+    one_token = make_tokens(case, family.device, 1, 1)
+    sides = {}
+    for name, wrap in _wraps(case).items():
+
+        def build(wrap: Wrap = wrap) -> Step:
+            return _build(family, case, strategy, wrap).step_on(*one_token)
+
+        sides[name] = Side.of(samples[name], footprint.peak_on_cpu(build))
+    counted = "all CPU allocations of a step on one token (so: parameters, not activations)"
+    return sides, parity, settings | {"peak_bytes": counted}
+
+
+def _measure_on_gpu(
+    family: Family, case: StepCase, strategy: str, emulation: Emulation | None
+) -> Measured:
+    """The candidates take turns on the device: build, warm up, time, free, BLOCKS times each. In
+    every block steps are timed with the host in them, then as many with the host ahead.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in _wraps(case)}
+    alone: dict[str, list[float]] = {name: [] for name in _wraps(case)}
+    peaks: dict[str, list[tuple[int, int]]] = {name: [] for name in _wraps(case)}
+    settings: dict[str, Any] = {
+        "peak_bytes": "torch.cuda.max_memory_allocated over a step, less what was there before",
+        "reserved_bytes": "torch.cuda.max_memory_reserved over a step, less what was there before",
+        "device_ms": "by the device's clock, with the host a step ahead",
+        "blocks": BLOCKS,
+    }
+    collectives: dict[str, int] = {}
+    tokens = make_tokens(case, family.device, case.batch, case.length)
+    for _ in range(BLOCKS):
+        for name, wrap in _wraps(case).items():
+            left = footprint.free_device()
+            held = torch.cuda.memory_reserved()
+            if left > LEFT_OVER:
+                say(
+                    f"warning: {left / 2**20:.0f} MiB stayed on the device after the last candidate"
+                )
+            candidate = _build(family, case, strategy, wrap)
+            step = candidate.step_on(*tokens)
+            rounds = math.ceil(case.steps / BLOCKS)
+            taken = timing.alternate({name: step}, rounds, case.warmup, timing.time_on_cuda)
+            samples[name] += taken[name]
+            if emulation is not None:
+                hold = emulation.links_of(torch.device("cuda", 0)).delay
+                for _ in range(rounds):
+                    took, _ = timing.time_ahead(step, hold, taken[name], nullcontext())
+                    alone[name].append(took)
+            called = sum(emulation.calls.values()) if emulation else 0
+            allocated, reserved = footprint.peaks_on_cuda(step)
+            peaks[name].append((allocated - left, reserved - held))
+            if emulation is not None:
+                collectives[name] = sum(emulation.calls.values()) - called
+            settings[name] = candidate.settings
+            del candidate, step
+    footprint.free_device()
+    _check_emulated(case, emulation, collectives)
+    # Only the first block makes the libraries' workspaces; the others find them there.
+    sides = {}
+    for name in samples:
+        allocated, reserved = (min(values) for values in zip(*peaks[name], strict=True))
+        sides[name] = Side.of(
+            samples[name], allocated, collectives.get(name), alone[name], reserved
+        )
+    return sides, None, settings
+
+
+def _wraps(case: StepCase) -> dict[str, Wrap]:
+    return {"ours": engines.OURS[case.through], "theirs": engines.wrap_theirs}
+
+
+def _build(family: Family, case: StepCase, strategy: str, wrap: Wrap) -> Wrapped:
+    return wrap(make_model(case.shape, family.device), strategy, case.precision)
+
+
+def _check_parity(
+    candidates: dict[str, Wrapped], steps: dict[str, Step], case: str, strategy: str
+) -> float:
+    """Train both for a few steps; an error on every rank if their parameters part."""
+    for step in steps.values():
+        for _ in range(PARITY_STEPS):
+            step()
+    worst, where = engines.largest_difference(candidates["ours"].model, candidates["theirs"].model)
+    if worst > TOLERANCE:
+        raise BenchmarkError(
+            f"{case} {strategy}: after {PARITY_STEPS} steps from the same weights and inputs, "
+            f"{where} differs from {engines.PEERS[strategy]}'s by {worst:.1e} of its largest "
+            f"value (allowed {TOLERANCE:.0e}); nothing was timed"
+        )
+    return worst
+
+
+def _check_emulated(
+    case: StepCase, emulation: Emulation | None, collectives: dict[str, int]
+) -> None:
+    missed = [name for name, count in collectives.items() if count == 0]
+    if emulation is not None and missed:
+        raise BenchmarkError(
+            f"{case.name}: no collective of {missed} went over the emulated network"
+        )
+
+
+def _slowest_rank(timer: Timer) -> Timer:
+    """A step is over when its slowest rank is."""
+
+    def slowest(step: Step) -> Sample:
+        sample = timer(step)
+        times = torch.tensor([sample.step_ms, sample.cpu_ms], dtype=torch.float64)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return Sample(*times.tolist())
+
+    return slowest
+
+
+def _print(rows: list[Row], environment: dict[str, Any]) -> None:
+    """One line per comparison; ratios are ours over the peer's."""
+    names = ("case", "strategy", "peer")
+    ratios = ("step", "device", "cpu", "memory", "reserved")
+    lines = [
+        [
+            *(row[name] for name in names),
+            *(f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES),
+            *("-" if row[f"{r}_ratio"] is None else f"{row[f'{r}_ratio']:.2f}" for r in ratios),
+            "-" if row["parity"] is None else f"{row['parity']:.0e}",
+        ]
+        for row in rows
+    ]
+    heads = [*names, "ours ms", "theirs ms", *ratios, "parity"]
+    print_table("one training step, shardwise against torch", heads, lines, environment, names, 130)
+    if any(row["settings"]["network"].startswith("emulated") for row in rows):
+        print("h200 rows: emulated network; values are fabricated, times are not")
