@@ -95,7 +95,7 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
     monkeypatch.setattr(footprint, "peaks_on_cuda", lambda run: play(run, (700, 3000)))
     monkeypatch.setattr(timing, "time_on_cuda", timing.time_on_host(lambda: None))
     monkeypatch.setattr(timing, "time_ahead", lambda run, *_: play(run, (float(next(ahead)), None)))
-    with joined(0, 8), cases.open_network(case) as emulation:
+    with joined(0, 8), case.open_network() as emulation:
         monkeypatch.setattr(emulation, "links_of", lambda device: SimpleNamespace(delay=None))
         sides, _, settings = compare._measure_on_gpu(family, case, "zero3", emulation)
     # Five blocks of two steps each, the candidates in turn: 1 2, 5 6, 9 10, ... are ours.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.children import ChildFailed, describe_end, spawn_ranks
+from shardwise.profiling.timing import Sample, Step, time_on_host
 
 # Imported once, in the server that the processes are forked from; it touches no device.
 _PRELOAD = ["shardwise.lab.exercises.compiling", "shardwise.lab.exercises.overlap.steps"]
@@ -69,6 +70,14 @@ def join_fake_group(world: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+
+
+def time_on_ranks(step: Step) -> Sample:
+    """Time a step that all ranks begin together: it is over when its slowest rank is."""
+    sample = time_on_host(dist.barrier)(step)
+    times = torch.tensor([sample.step_ms, sample.cpu_ms], dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return Sample(*times.tolist())
 
 
 class Fresh:

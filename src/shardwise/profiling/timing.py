@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from shardwise.engine import marks
+from shardwise.engine import marks, torch_private
 
 Step = Callable[[], None]
 Watched = TypeVar("Watched")
@@ -154,6 +155,28 @@ def time_ahead(
         end.record()
     end.synchronize()
     return start.elapsed_time(end), watched
+
+
+def time_calls(kind: str, nbytes: int, count: int) -> list[float]:
+    """Seconds that the calls of a collective of `nbytes` take, over all ranks, before anything is
+    waited for; all ranks call it.
+    """
+    ranks = dist.get_world_size()
+    whole = torch.ones(nbytes // 4)
+    part = torch.ones(whole.numel() // ranks)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: torch_private.all_gather(whole, part, None),
+        "reduce_scatter": lambda: torch_private.reduce_scatter(part, whole, None),
+        "all_reduce": lambda: dist.all_reduce(whole, async_op=True),
+    }
+    samples = []
+    for _ in range(count):
+        dist.barrier()
+        began = time.perf_counter()
+        handle = calls[kind]()
+        samples.append(time.perf_counter() - began)
+        handle.wait()
+    return samples
 
 
 def time_idle_mark() -> float:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.description.cluster import Cluster, Level, Protocol
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.lab.accuracy.kernels import time_on
+from shardwise.lab.accuracy.cases import describe_model
+from shardwise.lab.accuracy.kernels import Run, time_on
 from shardwise.profiling import footprint
 from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
 from shardwise.trainer.sizes import bench_size
@@ -118,26 +119,22 @@ def _copy_rates(place: torch.device, size: int) -> dict[str, float]:
     flat = torch.nn.Parameter(torch.randn(size, device=place))
     flat.grad = torch.randn_like(flat)
     update = torch.optim.AdamW([flat], **OPTIMIZER)
-    with torch.no_grad():
-        seconds = {
-            "copy-out": time_on(
-                lambda: torch.split_with_sizes_copy(staging, sizes, dim=1, out=parts), place
-            ),
-            "all_gather copy": time_on(
-                lambda: staging.copy_(row.reshape(1, -1).expand_as(staging)), place
-            ),
-            "cast": time_on(lambda: row.copy_(own), place),
-            "pack": time_on(lambda: torch._foreach_copy_(pieces, grads), place),
-            "update": time_on(update.step, place),
-        }
-    moved = {
-        "copy-out": 2 * staging.nbytes,
-        "all_gather copy": 2 * staging.nbytes,
-        "cast": own.nbytes + row.nbytes,
-        "pack": full.nbytes + slot.nbytes,
-        "update": 7 * flat.nbytes,
+    # What is called, and the bytes that it moves.
+    copies: dict[str, tuple[Run, int]] = {
+        "copy-out": (
+            lambda: torch.split_with_sizes_copy(staging, sizes, dim=1, out=parts),
+            2 * staging.nbytes,
+        ),
+        "all_gather copy": (
+            lambda: staging.copy_(row.reshape(1, -1).expand_as(staging)),
+            2 * staging.nbytes,
+        ),
+        "cast": (lambda: row.copy_(own), own.nbytes + row.nbytes),
+        "pack": (lambda: torch._foreach_copy_(pieces, grads), full.nbytes + slot.nbytes),
+        "update": (update.step, 7 * flat.nbytes),
     }
-    return {name: moved[name] / seconds[name] for name in seconds}
+    with torch.no_grad():
+        return {name: moved / time_on(call, place) for name, (call, moved) in copies.items()}
 
 
 def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
@@ -146,46 +143,30 @@ def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
     matter.
     """
     tokens = torch.zeros((1, 32), dtype=torch.int64, device=device)
-    sketch = make_model(TINY, "meta")
-    plan = sw.Plan.of(
-        "zero3", dist.get_world_size(), compute_dtype="bfloat16", reduce_dtype="float32"
-    )
-    described = sw.describe(
-        sketch,
-        (tokens.to("meta"), tokens.to("meta")),
-        plan,
-        loss=compute_loss,
-        device=torch.device(device).type,
-    )
+    world = dist.get_world_size()
+    plan = sw.Plan.of("zero3", world, compute_dtype="bfloat16", reduce_dtype="float32")
+    _, described = describe_model(TINY, 1, 32, plan, device)
     launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
     bare = _time_host(make_model(TINY, device).to(torch.bfloat16), tokens, rounds)
-    op_s = bare.step / launches
 
-    def beyond(plan: sw.Plan) -> HostTime:
+    def beyond(plan: sw.Plan) -> tuple[float, float]:
         """The engine's own seconds, per unit."""
-        engine = make_model(TINY, device)
-        sw.shard(engine, plan)
+        model = make_model(TINY, device)
+        units = len(plan.resolve(model).require_units())
+        sw.shard(model, plan)
         with emulate(Network()):
-            taken = _time_host(engine, tokens, rounds)
-        units = len(plan.resolve(sketch).require_units())
-        return HostTime(
-            max(0.0, taken.forward - bare.forward) / units, max(0.0, taken.step - bare.step) / units
-        )
+            taken = _time_host(model, tokens, rounds)
+        forward, step = (max(0.0, t - b) / units for t, b in zip(taken, bare, strict=True))
+        return forward, step
 
     whole = dataclasses.replace(plan, name="ddp", mesh=(plan.world, 1), bucket_bytes=2**16)
-    return op_s, beyond(plan).step / 3, beyond(whole).forward
+    return bare[1] / launches, beyond(plan)[1] / 3, beyond(whole)[0]
 
 
-@dataclass(frozen=True)
-class HostTime:
-    """Seconds until the calls of a forward, and of it and its backward, return."""
-
-    forward: float
-    step: float
-
-
-def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> HostTime:
-    """Medians, the device being idle before."""
+def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> tuple[float, float]:
+    """Seconds until the calls of a forward, and of it and its backward, return: medians, the device
+    being idle before.
+    """
     samples = []
     warm_up = rounds // 3
     for _ in range(rounds + warm_up):
@@ -195,9 +176,7 @@ def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> HostTime:
         loss = compute_loss(model, tokens, tokens)
         forward = time.perf_counter() - began
         loss.backward()
-        samples.append(HostTime(forward, time.perf_counter() - began))
+        samples.append((forward, time.perf_counter() - began))
         model.zero_grad()
-    samples = samples[warm_up:]
-    return HostTime(
-        statistics.median(s.forward for s in samples), statistics.median(s.step for s in samples)
-    )
+    forwards, steps = zip(*samples[warm_up:], strict=True)
+    return statistics.median(forwards), statistics.median(steps)

@@ -10,11 +10,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import shardwise as sw
+from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import Network
 from shardwise.lab.steps.engines import Precision
-from shardwise.trainer.model import LM, make_model
+from shardwise.trainer.model import compute_loss, make_model
 from shardwise.trainer.sizes import BENCH as LARGE
 from shardwise.trainer.sizes import CheckpointKind, Size, bench_size
 
@@ -110,9 +113,27 @@ CASES: tuple[AccuracyCase, ...] = (
 )  # fmt: skip
 
 
-def build_model(case: AccuracyCase, device: str) -> LM:
-    """The case's model with random weights (or on the meta device, without any; `describe` is told
-    of checkpointing there).
-    """
-    checkpoint: CheckpointKind = "none" if device == "meta" else case.checkpoint
-    return make_model(case.shape, device, case.length, checkpoint)
+Traced = tuple[sw.Plan, ModelDescription]
+
+
+def describe_model(
+    size: Size,
+    batch: int,
+    length: int,
+    plan: sw.Plan,
+    device: str,
+    checkpoint: CheckpointKind = "none",
+) -> Traced:
+    """Trace a model on the meta device: the Plan with its units, and what each of them costs."""
+    model = make_model(size, "meta", length)
+    plan = plan.resolve(model)
+    tokens = torch.empty((batch, length), dtype=torch.int64, device="meta")
+    described = sw.describe(
+        model,
+        (tokens, tokens.clone()),
+        plan,
+        loss=compute_loss,
+        device=torch.device(device).type,
+        checkpoint=checkpoint,
+    )
+    return plan, described

@@ -16,21 +16,22 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
-from shardwise.description.model import ModelDescription, Pass
+from shardwise.description.model import Pass
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.calibrate import Calibration, emulated_level
-from shardwise.lab.accuracy.cases import AccuracyCase, build_model
+from shardwise.lab.accuracy.cases import AccuracyCase, Traced, describe_model
 from shardwise.lab.accuracy.kernels import Sizes
 from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.accuracy.replay import PAUSE_S, Beside, Replayed, replay
 from shardwise.lab.rows import say
+from shardwise.lab.steps.engines import draw_tokens, wrap_plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling import footprint
 from shardwise.profiling.results import Row
 from shardwise.profiling.timing import Sample, Step, time_on_cuda, time_on_host
 from shardwise.timeline import Timeline
-from shardwise.trainer.model import OPTIMIZER, compute_loss
+from shardwise.trainer.model import make_model
 
 WARMUP = 3
 STEPS = 5
@@ -42,27 +43,13 @@ def _on_cuda(device: str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-Traced = tuple[sw.Plan, ModelDescription]
-
-
 def describe_case(case: AccuracyCase, device: str) -> Traced:
     """Trace the case's model on the meta device."""
-    model = build_model(case, "meta")
-    plan = case.plan().resolve(model)
-    tokens = torch.empty((case.batch, case.length), dtype=torch.int64, device="meta")
-    described = sw.describe(
-        model,
-        (tokens, tokens.clone()),
-        plan,
-        loss=compute_loss,
-        device=torch.device(device).type,
-        checkpoint=case.checkpoint,
-    )
-    return plan, described
+    return describe_model(case.shape, case.batch, case.length, case.plan(), device, case.checkpoint)
 
 
 def sizes_of(case: AccuracyCase) -> Sizes:
-    return Sizes(case.batch * case.length, case.shape.d_model, case.shape.vocab)
+    return Sizes.of(case.shape, case.batch, case.length)
 
 
 def predict(
@@ -170,25 +157,9 @@ def _repeat(step: Step, device: str, least: int, seconds: float) -> list[Sample]
 
 def _step_of(case: AccuracyCase, device: str) -> Step:
     """One whole training step: zero_grad, the micro-batches, the fused optimizer."""
-    draw = torch.Generator().manual_seed(1)
-    shape = (2, case.batch, case.length)
-    tokens, targets = torch.randint(0, case.shape.vocab, shape, generator=draw).to(device)
-    model = build_model(case, device)
-    sw.shard(model, case.plan())
-    optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
-    divisor = dist.get_world_size() * case.micro_batches
-    batches = [(tokens, targets)] * case.micro_batches
-
-    def step() -> None:
-        optimizer.zero_grad()
-        if case.micro_batches == 1:
-            (compute_loss(model, tokens, targets) / divisor).backward()
-        else:
-            for inputs, goals in sw.microbatches(model, batches):
-                (compute_loss(model, inputs, goals) / divisor).backward()
-        optimizer.step()
-
-    return step
+    model = make_model(case.shape, device, case.length, case.checkpoint)
+    tokens = draw_tokens(case.shape, case.batch, case.length, device)
+    return wrap_plan(model, case.plan()).step_on(*tokens, case.micro_batches)
 
 
 def run_case(

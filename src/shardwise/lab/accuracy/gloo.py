@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +21,18 @@ import shardwise as sw
 from shardwise.calibration.device import calibrate
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
+from shardwise.lab.accuracy.cases import Traced, describe_model
 from shardwise.lab.accuracy.kernels import KernelTable, Sizes
 from shardwise.lab.accuracy.page import tell_prediction
-from shardwise.lab.processes import ask_ranks
+from shardwise.lab.processes import ask_ranks, time_on_ranks
 from shardwise.lab.rows import say
+from shardwise.lab.steps.cases import MEDIUM
+from shardwise.lab.steps.engines import Precision, draw_tokens, wrap_ours
 from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.results import Row
-from shardwise.profiling.timing import Step
-from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
+from shardwise.profiling.timing import alternate, time_calls
+from shardwise.trainer.model import make_model
 from shardwise.trainer.sizes import Size, bench_size
 
 if TYPE_CHECKING:
@@ -39,28 +40,22 @@ if TYPE_CHECKING:
 
 RANKS = 2
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-SHAPE = bench_size(layers=6, d_model=256, d_ff=1024, heads=4, vocab=256)
-BATCH, LENGTH = 4, 64
-STEPS, WARMUP = 40, 3
-ROUNDS = 5
+WARMUP, ROUNDS = 3, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class GlooTask:
     """What the two ranks run."""
 
-    shape: Size = SHAPE
-    batch: int = BATCH
-    length: int = LENGTH
-    steps: int = STEPS
+    shape: Size = MEDIUM
+    batch: int = 4
+    length: int = 64
+    steps: int = 40
     strategies: tuple[str, ...] = STRATEGIES
     busy: bool = False
 
-    def plan(self, strategy: str) -> sw.Plan:
-        return sw.Plan.of(strategy, RANKS)
-
     def sizes(self) -> Sizes:
-        return Sizes(self.batch * self.length, self.shape.d_model, self.shape.vocab)
+        return Sizes.of(self.shape, self.batch, self.length)
 
 
 QUICK = GlooTask(bench_size(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("ddp", "zero3"))
@@ -117,64 +112,24 @@ def measure_rank(task: GlooTask) -> dict[str, Any]:
 
 def _time_calls(kind: str, task: GlooTask) -> list[tuple[int, float]]:
     """Seconds that the call itself takes, before anything is waited for, by message size."""
-    found = []
-    for power in range(12, 26, 2):
-        whole = torch.ones(2**power // 4)
-        part = torch.ones(whole.numel() // RANKS)
-        calls: dict[str, Callable[[], Any]] = {
-            "all_gather": partial(dist.all_gather_into_tensor, whole, part, async_op=True),
-            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, async_op=True),
-            "all_reduce": partial(dist.all_reduce, whole, async_op=True),
-        }
-        samples = []
-        for _ in range(12):
-            dist.barrier()
-            began = time.perf_counter()
-            handle = calls[kind]()
-            samples.append(time.perf_counter() - began)
-            handle.wait()
-        found.append((2**power, min(samples) if task.busy else statistics.median(samples)))
-    return found
+    pick = min if task.busy else statistics.median
+    return [(2**power, pick(time_calls(kind, 2**power, 12))) for power in range(12, 26, 2)]
 
 
 def _time_steps(task: GlooTask) -> dict[str, list[float]]:
     """Milliseconds of whole steps, each the slower rank's; the strategies step in turn."""
-    steps = {name: _step_of(task, name) for name in task.strategies}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(WARMUP + task.steps):
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if i >= WARMUP:
-                times[name].append(took.item() * 1e3)
-    return times
+    tokens = draw_tokens(task.shape, task.batch, task.length, "cpu")
+    steps = {
+        name: wrap_ours(make_model(task.shape, "cpu"), name, Precision()).step_on(*tokens)
+        for name in task.strategies
+    }
+    taken = alternate(steps, task.steps, WARMUP, time_on_ranks)
+    return {name: [sample.step_ms for sample in samples] for name, samples in taken.items()}
 
 
-def _step_of(task: GlooTask, strategy: str) -> Step:
-    model = make_model(task.shape, "cpu")
-    sw.shard(model, task.plan(strategy))
-    optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
-    draw = torch.Generator().manual_seed(1 + dist.get_rank())
-    shape = (2, task.batch, task.length)
-    tokens, targets = torch.randint(0, task.shape.vocab, shape, generator=draw)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        (compute_loss(model, tokens, targets) / RANKS).backward()
-        optimizer.step()
-
-    return step
-
-
-def _describe(task: GlooTask, strategy: str) -> tuple[sw.Plan, Any]:
-    model = make_model(task.shape, "meta")
-    plan = task.plan(strategy).resolve(model)
-    tokens = torch.empty((task.batch, task.length), dtype=torch.int64, device="meta")
-    inputs = (tokens, tokens.clone())
-    return plan, sw.describe(model, inputs, plan, loss=compute_loss, device="cpu")
+def _describe(task: GlooTask, strategy: str) -> Traced:
+    plan = sw.Plan.of(strategy, RANKS)
+    return describe_model(task.shape, task.batch, task.length, plan, "cpu")
 
 
 def predict_rows(task: GlooTask, cluster: Cluster, measured: dict[str, Any]) -> list[Row]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.lab.exercises import seed004
 from shardwise.lab.rows import say
+from shardwise.lab.steps.engines import draw_tokens
 from shardwise.profiling.results import Row
 from shardwise.trainer.model import LM, OPTIMIZER, make_model
 from shardwise.trainer.sizes import SIZES, AttentionKind, Size
@@ -58,10 +59,7 @@ class ModelCase:
 
     def make_tokens(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets."""
-        draw = torch.Generator().manual_seed(1)
-        size = (2, self.batch, self.context)
-        tokens, targets = torch.randint(0, self.shape.vocab, size, generator=draw).to(self.device)
-        return tokens, targets
+        return draw_tokens(self.shape, self.batch, self.context, self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.emulation.collectives import Emulation, Network, emulate
+from shardwise.lab.processes import ask_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.engines import Precision
 from shardwise.trainer.model import OPTIMIZER
@@ -41,6 +41,9 @@ class StepCase:
         shape = dataclasses.replace(self.shape, layers=2)
         return dataclasses.replace(self, shape=shape, steps=4, warmup=1)
 
+    def open_network(self) -> AbstractContextManager[Emulation | None]:
+        return nullcontext() if self.network is None else emulate(self.network)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -51,6 +54,16 @@ class Family:
     world: int
     processes: int  # real ones; fewer than `world` with the fake backend
     device: str
+
+    @property
+    def real(self) -> bool:
+        return self.backend != "fake"
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What `function` answers on rank 0 of fresh processes that share the group."""
+        return ask_ranks(
+            function, *arguments, world=self.world, processes=self.processes, backend=self.backend
+        )
 
 
 SMALL = bench_size(layers=16, d_model=64, d_ff=256, heads=4, vocab=256)
@@ -124,15 +137,6 @@ def select(names: Sequence[str], choice: Choice) -> dict[str, Family]:
     return chosen
 
 
-def make_tokens(
-    case: StepCase, device: str, batch: int, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's inputs and targets, the same for all candidates."""
-    draw = torch.Generator().manual_seed(1 + dist.get_rank())
-    both = torch.randint(0, case.shape.vocab, (2, batch, length), generator=draw).to(device)
-    return both[0], both[1]
-
-
 def describe_case(family: Family, case: StepCase, quick: bool) -> dict[str, Any]:
     return {
         "model": case.shape.describe(),
@@ -154,21 +158,8 @@ def describe_case(family: Family, case: StepCase, quick: bool) -> dict[str, Any]
 
 def _tell_network(family: Family, case: StepCase) -> str:
     if case.network is None:
-        return "none: nothing is sent" if family.backend == "fake" else family.backend
+        return "none: nothing is sent" if not family.real else family.backend
     if math.isinf(case.network.bandwidth):
         return "emulated: free (data arrives, nobody waits)"
     gigabytes, micros = case.network.bandwidth / 1e9, case.network.latency * 1e6
     return f"emulated: {gigabytes:.0f} GB/s per rank, {micros:.0f} us per collective"
-
-
-@contextmanager
-def open_network(case: StepCase) -> Iterator[Emulation | None]:
-    if case.network is None:
-        yield None
-        return
-    with emulate(case.network) as emulation:
-        yield emulation
-
-
-def is_real(family: Family) -> bool:
-    return family.backend != "fake"

@@ -10,32 +10,21 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.emulation.collectives import Emulation
-from shardwise.lab.processes import ask_ranks
+from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
-from shardwise.lab.steps.cases import (
-    Choice,
-    Family,
-    StepCase,
-    describe_case,
-    is_real,
-    make_tokens,
-    open_network,
-    select,
-)
+from shardwise.lab.steps.cases import Choice, Family, StepCase, describe_case, select
 from shardwise.lab.steps.engines import Wrap, Wrapped
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.results import Row, print_table, write_json
-from shardwise.profiling.timing import Sample, Side, Step, Timer
+from shardwise.profiling.timing import Sample, Side, Step
 from shardwise.trainer.model import make_model
 
 SIDES = ("ours", "theirs")
@@ -90,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     facts = describe_run(arguments)
     rows: list[Row] = []
     for family in select(arguments.cases, choice).values():
-        answer = ask_family(family, compare_all, family, arguments.quick)
+        answer = family.ask(compare_all, family, arguments.quick)
         if "error" in answer:
             sys.exit(f"shardwise: {answer['error']}")
         rows += answer["rows"]
@@ -100,14 +89,6 @@ def run(arguments: argparse.Namespace) -> None:
         _print(rows, facts["environment"])
     else:
         print("nothing was measured: no case of these is left on this machine")
-
-
-def ask_family(family: Family, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` answers on rank 0 of fresh processes that share the family's group."""
-    return ask_ranks(
-        function, *arguments,
-        world=family.world, processes=family.processes, backend=family.backend,
-    )  # fmt: skip
 
 
 def compare_all(family: Family, quick: bool) -> dict[str, Any]:
@@ -126,7 +107,7 @@ def compare_all(family: Family, quick: bool) -> dict[str, Any]:
 def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Comparison:
     """One row."""
     say(f"{case.name} {strategy}: {case.steps} steps each, in turn")
-    with open_network(case) as emulation:
+    with case.open_network() as emulation:
         measure = _measure_on_gpu if family.device == "cuda" else _measure_on_cpu
         sides, parity, settings = measure(family, case, strategy, emulation)
     row = Comparison.of(
@@ -158,16 +139,14 @@ def _measure_on_cpu(
     (gathered, reduced, optimized) and next to nothing of activations.
     """
     candidates = {name: _build(family, case, strategy, wrap) for name, wrap in _wraps(case).items()}
-    tokens = make_tokens(case, family.device, case.batch, case.length)
+    tokens = engines.draw_tokens(case.shape, case.batch, case.length, family.device)
     steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
-    parity = _check_parity(candidates, steps, case.name, strategy) if is_real(family) else None
-    timer = timing.time_on_host(lambda: None)
-    if is_real(family):
-        timer = _slowest_rank(timing.time_on_host(dist.barrier))
+    parity = _check_parity(candidates, steps, case.name, strategy) if family.real else None
+    timer = time_on_ranks if family.real else timing.time_on_host(lambda: None)
     samples = timing.alternate(steps, case.steps, case.warmup, timer)
     settings = {name: candidate.settings for name, candidate in candidates.items()}
     del candidates, steps
-    one_token = make_tokens(case, family.device, 1, 1)
+    one_token = engines.draw_tokens(case.shape, 1, 1, family.device)
     sides = {}
     for name, wrap in _wraps(case).items():
 
@@ -195,7 +174,7 @@ def _measure_on_gpu(
         "blocks": BLOCKS,
     }
     collectives: dict[str, int] = {}
-    tokens = make_tokens(case, family.device, case.batch, case.length)
+    tokens = engines.draw_tokens(case.shape, case.batch, case.length, family.device)
     for _ in range(BLOCKS):
         for name, wrap in _wraps(case).items():
             left = footprint.free_device()
@@ -266,18 +245,6 @@ def _check_emulated(
         raise BenchmarkError(
             f"{case.name}: no collective of {missed} went over the emulated network"
         )
-
-
-def _slowest_rank(timer: Timer) -> Timer:
-    """A step is over when its slowest rank is."""
-
-    def slowest(step: Step) -> Sample:
-        sample = timer(step)
-        times = torch.tensor([sample.step_ms, sample.cpu_ms], dtype=torch.float64)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        return Sample(*times.tolist())
-
-    return slowest
 
 
 def _print(rows: list[Row], environment: dict[str, Any]) -> None:

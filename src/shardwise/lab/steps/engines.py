@@ -21,6 +21,7 @@ import shardwise as sw
 from shardwise.planning.plan import DTYPES
 from shardwise.profiling.timing import Step
 from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
+from shardwise.trainer.sizes import Size
 
 # What each strategy is compared with.
 PEERS = {
@@ -57,15 +58,18 @@ class Wrapped:
     divisor: int
     settings: dict[str, Any]
 
-    def step_on(self, tokens: torch.Tensor, targets: torch.Tensor) -> Step:
-        """One whole training step."""
+    def step_on(self, tokens: torch.Tensor, targets: torch.Tensor, micro_batches: int = 1) -> Step:
+        """One whole training step; of several micro-batches, all on the same tokens."""
+        divisor = self.divisor * micro_batches
+        batches = [(tokens, targets)] * micro_batches
 
         def step() -> None:
             self.optimizer.zero_grad()
-            loss = compute_loss(self.model, tokens, targets)
-            if self.divisor > 1:
-                loss = loss / self.divisor
-            loss.backward()
+            for inputs, goals in (
+                batches if micro_batches == 1 else sw.microbatches(self.model, batches)
+            ):
+                loss = compute_loss(self.model, inputs, goals)
+                (loss / divisor if divisor > 1 else loss).backward()
             self.optimizer.step()
 
         return step
@@ -74,14 +78,26 @@ class Wrapped:
 Wrap = Callable[[LM, str, Precision], Wrapped]
 
 
+def draw_tokens(
+    size: Size, batch: int, length: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's inputs and targets, the same for all candidates."""
+    draw = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+    both = torch.randint(0, size.vocab, (2, batch, length), generator=draw).to(device)
+    return both[0], both[1]
+
+
 def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
-    """shardwise with the defaults of a Plan, and the optimizer on flat local buffers."""
-    plan = sw.Plan.of(
-        strategy,
-        mesh=dist.get_world_size(),
-        compute_dtype=precision.compute,
-        reduce_dtype=precision.reduce,
-    ).resolve(model)
+    """shardwise with the defaults of a Plan."""
+    compute, reduce = precision.compute, precision.reduce
+    mesh = dist.get_world_size()
+    plan = sw.Plan.of(strategy, mesh, compute_dtype=compute, reduce_dtype=reduce)
+    return wrap_plan(model, plan)
+
+
+def wrap_plan(model: LM, plan: sw.Plan) -> Wrapped:
+    """shardwise, and the optimizer on flat local buffers."""
+    plan = plan.resolve(model)
     sw.shard(model, plan)
     optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
     settings = {

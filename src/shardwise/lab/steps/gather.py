@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.lab.processes import ask_ranks
+from shardwise.lab.processes import ask_ranks, time_on_ranks
 from shardwise.lab.rows import describe_run
 from shardwise.profiling.results import Row, write_json
-from shardwise.profiling.timing import spread
+from shardwise.profiling.timing import alternate, spread
 
 WORLD = 2
 BLOCKS, TENSORS, BATCH = 4, 8, 64
@@ -54,28 +53,24 @@ def _measure_widths(rounds: int, widths: Sequence[int]) -> list[Row]:
 
 
 def _measure_width(width: int, rounds: int) -> Row:
-    models = {mode: _build(width, mode) for mode in MODES}
     x = torch.randn(BATCH, width)
-    taken: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for i in range(rounds + WARMUP):
-        for mode, model in models.items():
-            dist.barrier()
-            began = time.perf_counter()
-            model(x).sum().backward()
-            elapsed = torch.tensor(time.perf_counter() - began)
-            model.zero_grad()
-            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)  # the slower rank's time
-            if i >= WARMUP:
-                taken[mode].append(elapsed.item() * 1e3)
-    medians = {mode: statistics.median(values) for mode, values in taken.items()}
+    steps = {mode: partial(_step, _build(width, mode), x) for mode in MODES}
+    taken = alternate(steps, rounds, WARMUP, time_on_ranks)
+    times = {mode: [sample.step_ms for sample in samples] for mode, samples in taken.items()}
+    medians = {mode: statistics.median(values) for mode, values in times.items()}
     return {
         "tensor_bytes": width * width * 4,
         "ranks": WORLD,
         "model": f"{BLOCKS} blocks of {TENSORS} linear layers, batch {BATCH}",
         "median_ms": medians,
-        "spread_ms": {mode: spread(values) for mode, values in taken.items()},
+        "spread_ms": {mode: spread(values) for mode, values in times.items()},
         "each_over_packed": medians["each"] / medians["packed"],
     }
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    model(x).sum().backward()
 
 
 def _build(width: int, mode: str) -> nn.Module:

@@ -17,16 +17,7 @@ from torch import nn
 
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
-from shardwise.lab.steps.cases import (
-    Choice,
-    Family,
-    StepCase,
-    describe_case,
-    make_tokens,
-    open_network,
-    select,
-)
-from shardwise.lab.steps.compare import ask_family
+from shardwise.lab.steps.cases import Choice, Family, StepCase, describe_case, select
 from shardwise.profiling.collect import TRACED_ON_CUDA, Profile
 from shardwise.profiling.results import Row, write_json
 from shardwise.profiling.timing import Step, spread, time_idle_mark
@@ -44,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     chosen = select(arguments.cases, Choice(strategies=("zero3",)))
     for name, family in chosen.items():
         cases = [case for case in family.cases if case.name in CASES[name]]
-        rows += ask_family(family, _measure_all, family, cases, arguments.rounds)
+        rows += family.ask(_measure_all, family, cases, arguments.rounds)
     if arguments.json is not None:
         write_json(arguments.json, **facts, rows=rows)
     print(
@@ -64,9 +55,9 @@ def _measure_all(family: Family, cases: list[StepCase], rounds: int | None) -> l
 
 def _measure(family: Family, case: StepCase, rounds: int) -> Row:
     say(f"{case.name}: {rounds} times {_STEPS} steps, off and on in turn")
-    with open_network(case):
+    with case.open_network():
         wrapped = engines.wrap_ours(make_model(case.shape, family.device), "zero3", case.precision)
-        tokens = make_tokens(case, family.device, case.batch, case.length)
+        tokens = engines.draw_tokens(case.shape, case.batch, case.length, family.device)
         run = wrapped.step_on(*tokens)
         for _ in range(case.warmup):
             run()
@@ -147,17 +138,18 @@ def _describe_traced(taken: list[tuple[float, float]], off: float) -> dict[str, 
 
 def _timer(family: Family) -> Callable[[Step], tuple[float, float]]:
     """Milliseconds of a step, and of this process's cores in it, which others do not disturb."""
-    real = family.backend != "fake"
+
+    def finish() -> None:
+        if family.device == "cuda":
+            torch.cuda.synchronize()
 
     def timer(run: Step) -> tuple[float, float]:
-        if real:
+        if family.real:
             dist.barrier()
-        if family.device == "cuda":
-            torch.cuda.synchronize()
+        finish()
         began, used = perf_counter(), process_time()
         run()
-        if family.device == "cuda":
-            torch.cuda.synchronize()
+        finish()
         return (perf_counter() - began) * 1e3, (process_time() - used) * 1e3
 
     return timer

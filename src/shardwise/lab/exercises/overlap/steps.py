@@ -26,9 +26,10 @@ from shardwise.lab.exercises.models import CPU_SIZES, QUICK_CONTEXT, ModelCase, 
 from shardwise.lab.exercises.overlap.picture import make_picture
 from shardwise.lab.processes import explain_failure, join_fake_group, run_fresh
 from shardwise.lab.rows import RowFile, only_draw, say
+from shardwise.lab.steps.engines import Wrapped, wrap_plan
 from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import Step, time_on_cuda, time_on_host
-from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
+from shardwise.trainer.model import LM, compute_loss
 
 WARMUP, STEPS = 3, 7
 Moment = torch.cuda.Event | float
@@ -69,10 +70,11 @@ class Stopwatch:
 
 
 @contextmanager
-def watch(model: LM, stopwatch: Stopwatch) -> Iterator[None]:
+def watch(model: nn.Module, stopwatch: Stopwatch) -> Iterator[None]:
     """Mark where forward enters each block, where backward does, and where backward's compute has
     ended: behind the embedding's.
     """
+    assert isinstance(model, LM)
     names = {id(layer): f"layers.{i}" for i, layer in enumerate(model.layers)}
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -97,33 +99,17 @@ def watch(model: LM, stopwatch: Stopwatch) -> Iterator[None]:
             hook.remove()
 
 
-class Trial:
-    """A model under one plan on an emulated network."""
-
-    def __init__(self, case: ModelCase, reduce: str, ranks: int) -> None:
-        self.case, self.ranks = case, ranks
-        self.model = case.make_model()
-        self.tokens = case.make_tokens()
-        sw.shard(self.model, sw.Plan.of("ddp", mesh=ranks, reduce=reduce))
-        self.optimizer = sw.local(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER))
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        (compute_loss(self.model, *self.tokens) / self.ranks).backward()
-        self.optimizer.step()
-
-    def step_marked(self, stopwatch: Stopwatch) -> None:
-        """The same with moments of compute."""
-        self.optimizer.zero_grad()
-        stopwatch.mark("embedding", "forward")
-        with watch(self.model, stopwatch):
-            loss = compute_loss(self.model, *self.tokens) / self.ranks
-
-        loss.register_hook(lambda _: stopwatch.mark("head", "backward"))
-        loss.backward()
-        stopwatch.mark("update", "optimizer")
-        self.optimizer.step()
-        stopwatch.mark("", "")
+def step_marked(trial: Wrapped, tokens: tuple[Tensor, Tensor], stopwatch: Stopwatch) -> None:
+    """A whole step, with moments of compute."""
+    trial.optimizer.zero_grad()
+    stopwatch.mark("embedding", "forward")
+    with watch(trial.model, stopwatch):
+        loss = compute_loss(trial.model, *tokens) / trial.divisor
+    loss.register_hook(lambda _: stopwatch.mark("head", "backward"))
+    loss.backward()
+    stopwatch.mark("update", "optimizer")
+    trial.optimizer.step()
+    stopwatch.mark("", "")
 
 
 def measure(case: ModelCase, reduce: str, ranks: int, network: Network) -> dict[str, Any]:
@@ -134,17 +120,18 @@ def measure(case: ModelCase, reduce: str, ranks: int, network: Network) -> dict[
     try:
         join_fake_group(ranks)
         with emulate(network) as emulation:
-            trial = Trial(case, reduce, ranks)
-            steps = 2 if case.quick else STEPS
-            taken = _time(trial.step, steps, on_gpu)
+            trial = wrap_plan(case.make_model(), sw.Plan.of("ddp", mesh=ranks, reduce=reduce))
+            tokens = case.make_tokens()
+            step, steps = trial.step_on(*tokens), 2 if case.quick else STEPS
+            taken = _time(step, steps, on_gpu)
             emulation.mode = "free"
-            free = _time(trial.step, steps, on_gpu)
+            free = _time(step, steps, on_gpu)
             emulation.mode = "network"
-            trial.step()
+            step()
             case.synchronize()
             stopwatch = Stopwatch(on_gpu)
             with emulation.measure(torch.device(case.device)) as exposure:
-                trial.step_marked(stopwatch)
+                step_marked(trial, tokens, stopwatch)
         messages = [
             [m.nbytes, round(m.start * 1e3, 4), round(m.end * 1e3, 4), round(m.exposed_s * 1e3, 4)]
             for m in exposure.messages
