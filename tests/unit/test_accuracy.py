@@ -76,16 +76,23 @@ def test_there_are_enough_configurations_of_every_kind() -> None:
     assert len(held_out) >= 8 and len({case.name for case in CASES}) == len(CASES)
     for choices in (
         {case.strategy for case in held_out},
-        {case.shape for case in held_out},
+        {case.size for case in held_out},
         {case.batch * case.length for case in held_out},
         {case.precision for case in held_out},
         {case.network for case in held_out},
     ):
         assert len(choices) >= 3
     assert {case.checkpoint for case in held_out} == {"none", "nonreentrant"}
-    build = {(c.strategy, c.shape, c.batch, c.length, c.checkpoint, c.settings) for c in CASES[:6]}
+    build = {(c.strategy, c.size, c.batch, c.length, c.checkpoint, c.settings) for c in CASES[:6]}
     for case in held_out:
-        key = (case.strategy, case.shape, case.batch, case.length, case.checkpoint, case.settings)
+        key = (
+            case.strategy,
+            case.size,
+            case.batch,
+            case.length,
+            case.checkpoint,
+            case.settings,
+        )
         assert key not in build
 
 
@@ -143,7 +150,7 @@ def test_memory_of_the_committed_h200_steps() -> None:
     base = Cluster.load("h200x8")
     flat = Calibration(1e-6, 4e12, {}, 1e-5, 1e-4, 1e-4, 0)
     for batch, name in ((4, "h200-4x2048-free"), (1, "h200-1x2048-free")):
-        case = CASES[0].__class__("x", "build", CASES[0].shape, "zero3", batch, 2048)
+        case = CASES[0].__class__("x", "build", CASES[0].size, "zero3", batch, 2048)
         predicted = predict(case, describe_case(case, "cuda"), flat, base, "cuda")
         assert predicted.peak().total == pytest.approx(measured[name], rel=0.03)
 

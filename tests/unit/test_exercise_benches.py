@@ -43,10 +43,12 @@ def read(path: Path) -> list[dict]:
 
 def test_the_seeds_shapes_are_those_its_figures_imply():
     case = ModelCase("2.7b", "fp32")
-    assert case.batch * 128 * case.shape.d_model * 4 == 5 * 2**20  # its residual stream
-    assert case.shape.d_model * case.shape.d_ff * 4 == 100 * 2**20  # its largest allocation
+    assert case.batch * 128 * case.model_size.d_model * 4 == 5 * 2**20  # its residual stream
+    assert (
+        case.model_size.d_model * case.model_size.d_ff * 4 == 100 * 2**20
+    )  # its largest allocation
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in make_model(case.shape, "meta").parameters())
+        parameters = sum(p.numel() for p in make_model(case.model_size, "meta").parameters())
     assert 16 * parameters / 1e9 == pytest.approx(seed004.TABLE_3[128][1], rel=0.02)
 
 

@@ -48,8 +48,8 @@ def run(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
 def _describe_command(arguments: argparse.Namespace) -> str:
     """The command as typed. A result is read on other machines, where its folder says nothing."""
     written = {str(vars(arguments).get(name)) for name in ("json", "plot")}
-    words = (
+    typed = (
         Path(word).name if word in written or Path(word).is_absolute() else word
         for word in sys.argv[1:]
     )
-    return " ".join(["shardwise", *words])
+    return " ".join(["shardwise", *typed])

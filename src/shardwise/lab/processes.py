@@ -130,7 +130,7 @@ def _answer(
 
 def explain_failure(error: BaseException) -> str:
     """An out-of-memory is a result; the rest is named."""
-    words = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in words:
+    message = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message:
         return "out of memory"
-    return f"{type(error).__name__}: {words[:200]}"
+    return f"{type(error).__name__}: {message[:200]}"

@@ -116,8 +116,8 @@ class RowFile:
 
 def _benchmark(facts: dict[str, Any]) -> str:
     """Its name, as the command that is kept has it; nothing where none is."""
-    words = str(facts.get("command", "")).split()
-    return words[2] if words[:2] == ["shardwise", "bench"] and len(words) > 2 else ""
+    typed = str(facts.get("command", "")).split()
+    return typed[2] if typed[:2] == ["shardwise", "bench"] and len(typed) > 2 else ""
 
 
 def read_rows(path: Path | None) -> list[Row]:

@@ -12,8 +12,8 @@ def element(name: str, content: str = "", /, **attributes: Any) -> str:
     return f"<{name}{told}>{content}</{name}>" if content else f"<{name}{told}/>"
 
 
-def text(x: float, y: float, words: str, **attributes: Any) -> str:
-    return element("text", words, x=x, y=y, **attributes)
+def text(x: float, y: float, content: str, **attributes: Any) -> str:
+    return element("text", content, x=x, y=y, **attributes)
 
 
 def rect(

@@ -91,6 +91,6 @@ def print_table(
     console = console if console.is_terminal else Console(width=width)
     console.print(table)
     if environment:
-        place = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
-        said = f"commit {environment['commit']}, torch {environment['torch']}, {place}"
+        hardware = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
+        said = f"commit {environment['commit']}, torch {environment['torch']}, {hardware}"
         console.print(said, highlight=False)

@@ -74,28 +74,28 @@ def emulated_level(network: Network) -> Level:
 
 def calibrate_device(device: str, rounds: int = 15) -> Calibration:
     """Time copies, the smallest kernel and, in so many rounds, the host."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        _warm_up(place)
-    size = 2**26 if place.type == "cuda" else 2**20
-    stream = _stream_rate(place, size)
-    small = torch.zeros(1, device=place)
-    kernel = time_on(lambda: small.add_(1), place)
-    rates = _copy_rates(place, size)
+    on = torch.device(device)
+    if on.type == "cuda":
+        _warm_up(on)
+    size = 2**26 if on.type == "cuda" else 2**20
+    stream = _stream_rate(on, size)
+    small = torch.zeros(1, device=on)
+    kernel = time_on(lambda: small.add_(1), on)
+    rates = _copy_rates(on, size)
     op_s, unit_s, whole_unit_s = _host_seconds(device, rounds)
-    library = footprint.free_device() if place.type == "cuda" else 0
+    library = footprint.free_device() if on.type == "cuda" else 0
     return Calibration(kernel, stream, rates, op_s, unit_s, whole_unit_s, library)
 
 
-def _stream_rate(place: torch.device, size: int) -> float:
+def _stream_rate(device: torch.device, size: int) -> float:
     """Bytes read plus written per second by a large elementwise kernel."""
-    first, second, out = (torch.randn(size, device=place) for _ in range(3))
-    return 3 * out.nbytes / time_on(lambda: torch.add(first, second, out=out), place)
+    first, second, out = (torch.randn(size, device=device) for _ in range(3))
+    return 3 * out.nbytes / time_on(lambda: torch.add(first, second, out=out), device)
 
 
-def _warm_up(place: torch.device) -> None:
+def _warm_up(device: torch.device) -> None:
     """Bring the clocks to what they are under load, and let the libraries allocate."""
-    a = torch.randn((8192, 8192), device=place, dtype=torch.bfloat16)
+    a = torch.randn((8192, 8192), device=device, dtype=torch.bfloat16)
     began = time.perf_counter()
     while time.perf_counter() - began < 1.0:
         for _ in range(20):
@@ -103,20 +103,20 @@ def _warm_up(place: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _copy_rates(place: torch.device, size: int) -> dict[str, float]:
+def _copy_rates(device: torch.device, size: int) -> dict[str, float]:
     """Bytes read plus written per second of the engine's copies, on tensors like a block's."""
     ranks, count = 8, 6
     width = size // (ranks * count)
     sizes = [width] * count
-    staging = torch.randn((ranks, width * count), device=place).bfloat16()
-    full = torch.empty(ranks * width * count, device=place, dtype=torch.bfloat16)
+    staging = torch.randn((ranks, width * count), device=device).bfloat16()
+    full = torch.empty(ranks * width * count, device=device, dtype=torch.bfloat16)
     parts = [part.view(ranks, width) for part in full.split([ranks * width] * count)]
-    own = torch.randn(width * count, device=place)
+    own = torch.randn(width * count, device=device)
     row = own.bfloat16()
-    slot = torch.empty(ranks * width * count, device=place)
+    slot = torch.empty(ranks * width * count, device=device)
     pieces = list(slot.split(width))
     grads = [g for part in parts for g in part.unbind(0)]
-    flat = torch.nn.Parameter(torch.randn(size, device=place))
+    flat = torch.nn.Parameter(torch.randn(size, device=device))
     flat.grad = torch.randn_like(flat)
     update = torch.optim.AdamW([flat], **OPTIMIZER)
     # What is called, and the bytes that it moves.
@@ -134,7 +134,7 @@ def _copy_rates(place: torch.device, size: int) -> dict[str, float]:
         "update": (update.step, 7 * flat.nbytes),
     }
     with torch.no_grad():
-        return {name: moved / time_on(call, place) for name, (call, moved) in copies.items()}
+        return {name: moved / time_on(call, device) for name, (call, moved) in copies.items()}
 
 
 def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:

@@ -40,7 +40,7 @@ class AccuracyCase:
 
     name: str
     group: str  # build, held-out
-    shape: Size
+    size: Size
     strategy: str
     batch: int  # sequences of a micro-batch
     length: int
@@ -75,15 +75,15 @@ class AccuracyCase:
         again = ", recomputing" if self.checkpoint != "none" else ""
         settings = "".join(f", {k}={v}" for k, v in self.settings)
         return (
-            f"{self.strategy} {mesh}, d{self.shape.d_model} x {self.shape.layers}, "
+            f"{self.strategy} {mesh}, d{self.size.d_model} x {self.size.layers}, "
             f"{self.micro_batches} x {self.batch} x {self.length}, {dtype}/{reduce}"
             f"{again}{settings}"
         )
 
     def quick(self) -> AccuracyCase:
         """The same path in seconds on any device; its figures mean nothing."""
-        shape = bench_size(2, 64, 128, 4, 128, self.shape.fused_qkv)
-        return dataclasses.replace(self, shape=shape, batch=1, length=32)
+        small = bench_size(2, 64, 128, 4, 128, self.size.fused_qkv)
+        return dataclasses.replace(self, size=small, batch=1, length=32)
 
 
 CASES: tuple[AccuracyCase, ...] = (

@@ -45,11 +45,11 @@ def _on_cuda(device: str) -> bool:
 
 def describe_case(case: AccuracyCase, device: str) -> Traced:
     """Trace the case's model on the meta device."""
-    return describe_model(case.shape, case.batch, case.length, case.plan(), device, case.checkpoint)
+    return describe_model(case.size, case.batch, case.length, case.plan(), device, case.checkpoint)
 
 
 def sizes_of(case: AccuracyCase) -> Sizes:
-    return Sizes.of(case.shape, case.batch, case.length)
+    return Sizes.of(case.size, case.batch, case.length)
 
 
 def predict(
@@ -157,8 +157,8 @@ def _repeat(step: Step, device: str, least: int, seconds: float) -> list[Sample]
 
 def _step_of(case: AccuracyCase, device: str) -> Step:
     """One whole training step: zero_grad, the micro-batches, the fused optimizer."""
-    model = make_model(case.shape, device, case.length, case.checkpoint)
-    tokens = draw_tokens(case.shape, case.batch, case.length, device)
+    model = make_model(case.size, device, case.length, case.checkpoint)
+    tokens = draw_tokens(case.size, case.batch, case.length, device)
     return wrap_plan(model, case.plan()).step_on(*tokens, case.micro_batches)
 
 

@@ -47,7 +47,7 @@ WARMUP, ROUNDS = 3, 5
 class GlooTask:
     """What the two ranks run."""
 
-    shape: Size = MEDIUM
+    size: Size = MEDIUM
     batch: int = 4
     length: int = 64
     steps: int = 40
@@ -55,7 +55,7 @@ class GlooTask:
     busy: bool = False
 
     def sizes(self) -> Sizes:
-        return Sizes.of(self.shape, self.batch, self.length)
+        return Sizes.of(self.size, self.batch, self.length)
 
 
 QUICK = GlooTask(bench_size(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("ddp", "zero3"))
@@ -118,9 +118,9 @@ def _time_calls(kind: str, task: GlooTask) -> list[tuple[int, float]]:
 
 def _time_steps(task: GlooTask) -> dict[str, list[float]]:
     """Milliseconds of whole steps, each the slower rank's; the strategies step in turn."""
-    tokens = draw_tokens(task.shape, task.batch, task.length, "cpu")
+    tokens = draw_tokens(task.size, task.batch, task.length, "cpu")
     steps = {
-        name: wrap_ours(make_model(task.shape, "cpu"), name, Precision()).step_on(*tokens)
+        name: wrap_ours(make_model(task.size, "cpu"), name, Precision()).step_on(*tokens)
         for name in task.strategies
     }
     taken = alternate(steps, task.steps, WARMUP, time_on_ranks)
@@ -129,7 +129,7 @@ def _time_steps(task: GlooTask) -> dict[str, list[float]]:
 
 def _describe(task: GlooTask, strategy: str) -> Traced:
     plan = sw.Plan.of(strategy, RANKS)
-    return describe_model(task.shape, task.batch, task.length, plan, "cpu")
+    return describe_model(task.size, task.batch, task.length, plan, "cpu")
 
 
 def predict_rows(task: GlooTask, cluster: Cluster, measured: dict[str, Any]) -> list[Row]:
@@ -155,7 +155,7 @@ def predict_rows(task: GlooTask, cluster: Cluster, measured: dict[str, Any]) -> 
         rows.append(
             {
                 "case": f"gloo2-{strategy}",
-                "mode": f"{strategy} {plan.replicate}x{plan.shard}, {task.shape.describe()}",
+                "mode": f"{strategy} {plan.replicate}x{plan.shard}, {task.size.describe()}",
                 "set": "gloo",
                 **tell_prediction(timeline),
                 "measured_ms": min(times) if task.busy else statistics.median(times),

@@ -67,11 +67,13 @@ class KernelTable:
         return new
 
     def _time(self, kernel: KernelFact, direction: str, sizes: Sizes) -> float:
-        place = torch.device(self.device)
+        device = torch.device(self.device)
         # In a model, operands and results are rarely in a CPU's caches: take turns on many.
-        sets = 1 if place.type == "cuda" else int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
-        runs = [recipe(kernel, direction, sizes, place) for _ in range(sets)]
-        return time_on(_in_turn(runs), place, quickest=self.quickest)
+        sets = (
+            1 if device.type == "cuda" else int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
+        )
+        runs = [recipe(kernel, direction, sizes, device) for _ in range(sets)]
+        return time_on(_in_turn(runs), device, quickest=self.quickest)
 
     def total(self, part: Pass, direction: str, sizes: Sizes, launch: float = 0.0) -> float:
         """Seconds of a pass: its kernels one after the other, and `launch` for each."""

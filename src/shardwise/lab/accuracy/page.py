@@ -158,12 +158,12 @@ def write_page(path: Path, results: dict[str, Any], *others: dict[str, Any]) -> 
     lines += _delayed(results.get("delayed", []))
     for each in everything:
         environment = each["environment"]
-        place = environment.get("gpu") or environment.get("cpu")
+        hardware = environment.get("gpu") or environment.get("cpu")
         # What is simulated from a packaged file depends on no machine; a test holds it.
-        kept = [row for row in each["rows"] if row.get("set") != "shipped"]
-        what = " and ".join(dict.fromkeys(map(_part_of, kept)))
+        own = [row for row in each["rows"] if row.get("set") != "shipped"]
+        what = " and ".join(dict.fromkeys(map(_part_of, own)))
         version = f"torch {environment['torch']}, commit {environment['commit']}"
-        lines += [f"{what}: {place}, {version}.", ""]
+        lines += [f"{what}: {hardware}, {version}.", ""]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -251,9 +251,9 @@ def draw_plot(rows: Sequence[Row]) -> str:
         (float(row.get("measured_ms") or row["reported_ms"]), float(row["predicted_ms"]))
         for row in drawn
     ]
-    values = [value for point in points for value in point]
-    low = 10 ** math.floor(math.log10(min(values, default=1.0)))
-    high = 10 ** math.ceil(math.log10(max(values, default=10.0)) + 1e-9)
+    times = [ms for point in points for ms in point]
+    low = 10 ** math.floor(math.log10(min(times, default=1.0)))
+    high = 10 ** math.ceil(math.log10(max(times, default=10.0)) + 1e-9)
 
     def along(value: float) -> float:
         span = math.log10(high) - math.log10(low)

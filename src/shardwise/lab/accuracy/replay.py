@@ -100,18 +100,18 @@ class _Rounds:
         work: list[tuple[Pass, str]],
         keys: list[tuple[tuple[str, int], ...]],
         sizes: Sizes,
-        place: torch.device,
+        device: torch.device,
         beside: Beside,
     ) -> None:
-        self.place, self.pause = place, beside.pause
+        self.device, self.pause = device, beside.pause
         runs: dict[str, Run] = {}
         for (part, way), names in zip(work, keys, strict=True):
             for kernel, (key, _) in zip(part.kernels, names, strict=True):
                 if key not in runs:
-                    runs[key] = recipe(kernel, way, sizes, place)
+                    runs[key] = recipe(kernel, way, sizes, device)
         self.passes = [[runs[key] for key, count in names for _ in range(count)] for names in keys]
         share = beside.copies / max(1, len(work))
-        self.copy = _copy(int(share * beside.copy_bytes_per_s / 8), place)
+        self.copy = _copy(int(share * beside.copy_bytes_per_s / 8), device)
         # Where in the round the pauses are: evenly among its passes.
         pauses = round(beside.pauses / PAUSE_S) if beside.pause is not None else 0
         self.pauses = Counter(i * len(work) // pauses for i in range(pauses))
@@ -122,17 +122,17 @@ class _Rounds:
         began = time.perf_counter()
         first = self._issue()
         before: deque[list[Any]] = deque([first])
-        kept: list[list[Any]] = []
-        while len(kept) < LEAST or time.perf_counter() - began < settle_s + timed_s:
+        timed: list[list[Any]] = []
+        while len(timed) < LEAST or time.perf_counter() - began < settle_s + timed_s:
             settled = time.perf_counter() - began >= settle_s
             marks = self._issue()
             if settled:
-                kept.append(marks)
+                timed.append(marks)
             before.append(marks)
             if len(before) > 1:  # the host stays one round ahead
                 _wait_for(before.popleft()[-1])
         _wait_for(before[-1][-1])
-        return self._read(first), [self._read(marks) for marks in kept]
+        return self._read(first), [self._read(marks) for marks in timed]
 
     @torch.no_grad()
     def _issue(self) -> list[Any]:
@@ -152,7 +152,7 @@ class _Rounds:
         return marks
 
     def _mark(self) -> Any:
-        if self.place.type != "cuda":
+        if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -168,11 +168,11 @@ class _Rounds:
         return _Taken(kernels, pauses)
 
 
-def _copy(count: int, place: torch.device) -> Callable[[], Any] | None:
+def _copy(count: int, device: torch.device) -> Callable[[], Any] | None:
     """Copies so many elements of 4 bytes."""
     if count < 1:
         return None
-    source, target = (torch.ones(count, device=place) for _ in range(2))
+    source, target = (torch.ones(count, device=device) for _ in range(2))
     return lambda: target.copy_(source)
 
 

@@ -31,9 +31,9 @@ def make_picture(rows: Sequence[Row]) -> str:
     order = sorted(panels, key=lambda panel: (panel[:2], -panel[2]))
     for i, (sweep, kind, dim) in enumerate(order):
         x, y = i % _COLUMNS * _PANEL, _TOP + i // _COLUMNS * _HEIGHT
-        words = f"{_SWEEPS.get(sweep, sweep)}, {kind}, width {dim}"
+        title = f"{_SWEEPS.get(sweep, sweep)}, {kind}, width {dim}"
         parts.append(f'<g transform="translate({x} {y})">')
-        parts += [*_draw_panel(words, panels[sweep, kind, dim]), "</g>"]
+        parts += [*_draw_panel(title, panels[sweep, kind, dim]), "</g>"]
     height = _TOP + math.ceil(len(panels) / _COLUMNS) * _HEIGHT + 10
     return picture(_COLUMNS * _PANEL, height, _TITLE, parts)
 

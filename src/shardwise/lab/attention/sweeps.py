@@ -1,12 +1,6 @@
 # mypy: disable-error-code="import-not-found,import-untyped"
 """`shardwise bench attention`: forward, backward and both, per backend, dtype, width and length.
 
-Three sweeps, named as the tables of the document that they repeat on this GPU:
-
-tables45  (8, seq, dim), fp32, not causal: plain attention, eager and compiled, and Triton
-table7    (1, seq, dim), causal, bf16 and fp32: plain attention, Triton, torch's flash, cuDNN
-heads     (1, 16, seq, dim), causal, bf16: what a training step of a long context sees
-
 No row without parity: a backend is first compared with float64 on the same or a shorter sequence.
 Times are medians by `triton.testing.do_bench`, which empties the cache between calls; Triton is
 called as the document calls it, `FlashAttention.apply(q, k, v, is_causal)`. TFLOP/s count the
@@ -264,17 +258,17 @@ def _tf32(allow: bool) -> Iterator[None]:
 
 def print_row(row: AttentionRow) -> None:
     case = row.case
-    words = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
-    words += f"{case.backend:10}"
+    line = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
+    line += f"{case.backend:10}"
     if row.failure is not None:
-        print(words + row.failure, flush=True)
+        print(line + row.failure, flush=True)
         return
     for name in PASSES:
         seed = f"({row.seed[name]:.3f})" if name in row.seed else ""
-        words += f"{row.ms[name]:10.3f} {seed:>10}"
+        line += f"{row.ms[name]:10.3f} {seed:>10}"
     peak = f"{row.peak_bytes / 2**20:.0f} MiB" if row.peak_bytes is not None else ""
     print(
-        words + f"{row.tflops['both']:8.1f} TFLOP/s {row.of_ceiling['both']:5.0%}  {peak}",
+        line + f"{row.tflops['both']:8.1f} TFLOP/s {row.of_ceiling['both']:5.0%}  {peak}",
         flush=True,
     )
 

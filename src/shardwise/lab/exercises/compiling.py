@@ -172,10 +172,10 @@ def run_attention(file: RowFile, quick: bool) -> None:
 
 
 def _describe(row: Row) -> str:
-    words = f"{row['size']} {row['precision']} {row['scope']}: "
+    name = f"{row['size']} {row['precision']} {row['scope']}: "
     if "failure" in row:
-        return words + row["failure"]
-    return words + (
+        return name + row["failure"]
+    return name + (
         f"first call {row['first_call_s']:.1f} s, then {_sum_up(row['compiled'])} ms against eager "
         f"{_sum_up(row['eager'])}"
     )

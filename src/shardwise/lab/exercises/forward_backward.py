@@ -1,8 +1,7 @@
 """`shardwise bench forward-backward`: forward, backward and optimizer times by model size.
 
-Each model and precision runs in a process of its own from its very first step. Every step's times
-are kept, each part ended by a synchronize; w steps of warm-up mean that the first w of them are
-left out, so one sequence of steps answers for all warm-up counts.
+Every step's times are written, each part ended by a synchronize, so one sequence of steps answers
+for all warm-up counts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def time_steps(case: ModelCase, steps: int) -> dict[str, Any]:
             torch.set_num_threads(1)
         model, tokens = case.make_model(), case.make_tokens()
         times = time_parts(case, model, tokens, make_optimizer(model), steps)
-        return {"ms": times, "model": case.shape.describe()}
+        return {"ms": times, "model": case.model_size.describe()}
     except (RuntimeError, ValueError) as error:
         return {"failure": explain_failure(error)}
 

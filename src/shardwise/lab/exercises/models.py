@@ -48,18 +48,18 @@ class ModelCase:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
-    def shape(self) -> Size:
+    def model_size(self) -> Size:
         """The seed's sizes; of a trial run, next to nothing."""
         attention: AttentionKind = "plain" if self.attention == "plain" else "torch"
         known = QUICK if self.quick else SIZES[self.size]
         return dataclasses.replace(known, attention=attention)
 
     def make_model(self) -> LM:
-        return make_model(self.shape, self.device, self.context)
+        return make_model(self.model_size, self.device, self.context)
 
     def make_tokens(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets."""
-        return draw_tokens(self.shape, self.batch, self.context, self.device)
+        return draw_tokens(self.model_size, self.batch, self.context, self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":

@@ -26,7 +26,7 @@ class StepCase:
     """One comparison: what runs, and on what."""
 
     name: str
-    shape: Size
+    size: Size
     batch: int
     length: int
     strategies: tuple[str, ...]
@@ -38,8 +38,8 @@ class StepCase:
 
     def quick(self) -> StepCase:
         """The same path in seconds; its figures mean nothing."""
-        shape = dataclasses.replace(self.shape, layers=2)
-        return dataclasses.replace(self, shape=shape, steps=4, warmup=1)
+        small = dataclasses.replace(self.size, layers=2)
+        return dataclasses.replace(self, size=small, steps=4, warmup=1)
 
     def open_network(self) -> AbstractContextManager[Emulation | None]:
         return nullcontext() if self.network is None else emulate(self.network)
@@ -115,11 +115,11 @@ class Choice:
                 case = dataclasses.replace(case, steps=self.steps)
             if self.through != "plan":
                 # torch's surface has no data parallel without shards.
-                kept = tuple(name for name in case.strategies if name != "ddp")
-                case = dataclasses.replace(case, through=self.through, strategies=kept)
+                sharding = tuple(name for name in case.strategies if name != "ddp")
+                case = dataclasses.replace(case, through=self.through, strategies=sharding)
             if self.strategies is not None:
-                kept = tuple(name for name in case.strategies if name in self.strategies)
-                case = dataclasses.replace(case, strategies=kept)
+                chosen = tuple(name for name in case.strategies if name in self.strategies)
+                case = dataclasses.replace(case, strategies=chosen)
             if case.strategies:
                 changed.append(case)
         return dataclasses.replace(family, cases=tuple(changed))
@@ -139,7 +139,7 @@ def select(names: Sequence[str], choice: Choice) -> dict[str, Family]:
 
 def describe_case(family: Family, case: StepCase, quick: bool) -> dict[str, Any]:
     return {
-        "model": case.shape.describe(),
+        "model": case.size.describe(),
         "batch": f"{case.batch} x {case.length} tokens per rank",
         "ranks": family.world,
         "backend": family.backend,

@@ -139,14 +139,14 @@ def _measure_on_cpu(
     (gathered, reduced, optimized) and next to nothing of activations.
     """
     candidates = {name: _build(family, case, strategy, wrap) for name, wrap in _wraps(case).items()}
-    tokens = engines.draw_tokens(case.shape, case.batch, case.length, family.device)
+    tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
     steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
     parity = _check_parity(candidates, steps, case.name, strategy) if family.real else None
     timer = time_on_ranks if family.real else timing.time_on_host(lambda: None)
     samples = timing.alternate(steps, case.steps, case.warmup, timer)
     settings = {name: candidate.settings for name, candidate in candidates.items()}
     del candidates, steps
-    one_token = engines.draw_tokens(case.shape, 1, 1, family.device)
+    one_token = engines.draw_tokens(case.size, 1, 1, family.device)
     sides = {}
     for name, wrap in _wraps(case).items():
 
@@ -174,7 +174,7 @@ def _measure_on_gpu(
         "blocks": BLOCKS,
     }
     collectives: dict[str, int] = {}
-    tokens = engines.draw_tokens(case.shape, case.batch, case.length, family.device)
+    tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
     for _ in range(BLOCKS):
         for name, wrap in _wraps(case).items():
             left = footprint.free_device()
@@ -217,7 +217,7 @@ def _wraps(case: StepCase) -> dict[str, Wrap]:
 
 
 def _build(family: Family, case: StepCase, strategy: str, wrap: Wrap) -> Wrapped:
-    return wrap(make_model(case.shape, family.device), strategy, case.precision)
+    return wrap(make_model(case.size, family.device), strategy, case.precision)
 
 
 def _check_parity(

@@ -56,8 +56,8 @@ def _measure_all(family: Family, cases: list[StepCase], rounds: int | None) -> l
 def _measure(family: Family, case: StepCase, rounds: int) -> Row:
     say(f"{case.name}: {rounds} times {_STEPS} steps, off and on in turn")
     with case.open_network():
-        wrapped = engines.wrap_ours(make_model(case.shape, family.device), "zero3", case.precision)
-        tokens = engines.draw_tokens(case.shape, case.batch, case.length, family.device)
+        wrapped = engines.wrap_ours(make_model(case.size, family.device), "zero3", case.precision)
+        tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
         run = wrapped.step_on(*tokens)
         for _ in range(case.warmup):
             run()

@@ -1,12 +1,7 @@
 """`shardwise bench memory`: the peak of a forward pass and of a step, and what holds it.
 
-Modes: `inference` runs forward without autograd; `forward` as the seed does, with the activations
-kept for a backward that does not come; `step` runs two whole steps from a fresh optimizer. The
-first step makes the moments at its end, after the activations are gone; the second has them from
-its start, and is what training goes on to need.
-
 Peaks on a GPU are the allocator's own; on a CPU, and for curves and names everywhere, the
-profiler's record of allocations.
+profiler's record of allocations. The modes: `lab/benchmarks.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +10,9 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +33,7 @@ from shardwise.lab.exercises.memory.trace import (
 from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimizer
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw, say
+from shardwise.profiling.footprint import read_events
 from shardwise.profiling.results import Row, print_table
 from shardwise.trainer.model import LM, compute_loss
 
@@ -76,12 +69,12 @@ class Subject:
             with record_function(f"{PHASE}forward"), case.autocast():
                 if mode == "inference":
                     with torch.no_grad():
-                        kept = self.model(tokens)
+                        result = self.model(tokens)
                 else:
-                    kept = compute_loss(self.model, tokens, targets)
+                    result = compute_loss(self.model, tokens, targets)
             if optimizer is not None:
                 with record_function(f"{PHASE}backward"):
-                    kept.backward()
+                    result.backward()
                 with record_function(f"{PHASE}optimizer"):
                     optimizer.step()
             if self.on_gpu:
@@ -96,9 +89,9 @@ class Subject:
             if parameter.grad is not None:
                 owners[_address(parameter.grad)] = f"gradient of {name}"
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for key, words in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
+            for key, moment in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
                 if key in state:
-                    owners[_address(state[key])] = f"{words} of {name}"
+                    owners[_address(state[key])] = f"{moment} of {name}"
         return owners
 
     def profile(self, case: ModelCase, mode: str) -> MemoryTrace:
@@ -111,11 +104,7 @@ class Subject:
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
         ):
             _, owners = self.run(case, mode)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiled.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        return read_trace(events, self.on_gpu, before, owners)
+        return read_trace(read_events(profiled), self.on_gpu, before, owners)
 
     def count_parameters(self) -> int:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -170,10 +159,10 @@ class Subject:
 def sum_by_role(held: list[Allocation]) -> dict[str, int]:
     """Bytes of parameters, gradients and moments; the rest is activations and temporaries."""
     roles = dict.fromkeys(("parameters", "gradients", "moments", "activations"), 0)
-    words = {"parameter": "parameters", "gradient": "gradients"}
-    words |= {"first moment": "moments", "second moment": "moments"}
+    named = {"parameter": "parameters", "gradient": "gradients"}
+    named |= {"first moment": "moments", "second moment": "moments"}
     for allocation in held:
-        owned = (role for word, role in words.items() if allocation.what.startswith(f"{word} "))
+        owned = (role for word, role in named.items() if allocation.what.startswith(f"{word} "))
         roles[next(owned, "activations")] += allocation.bytes
     return roles
 
@@ -271,10 +260,10 @@ def _key(case: ModelCase, mode: str) -> str:
 
 
 def _describe(row: Row) -> str:
-    words = f"{row['size']} {row['precision']} {row['context']} {row['mode']}: "
+    name = f"{row['size']} {row['precision']} {row['context']} {row['mode']}: "
     if "failure" in row:
-        return words + row["failure"]
-    return words + ", ".join(f"{peak['bytes'] / 1e9:.3f} GB" for peak in row["peaks"])
+        return name + row["failure"]
+    return name + ", ".join(f"{peak['bytes'] / 1e9:.3f} GB" for peak in row["peaks"])
 
 
 def _print(rows: list[Row], environment: dict[str, Any]) -> None:

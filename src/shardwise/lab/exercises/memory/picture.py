@@ -58,9 +58,9 @@ def _panel(row: Row, x: int, y: int, top: float, scale: bool) -> list[str]:
     def up(mib: float) -> float:
         return round(y + _HEIGHT - mib / top * _HEIGHT, 1)
 
-    words = f"{row['mode']}, {row['precision']}, {row['context']} tokens"
+    name = f"{row['mode']}, {row['precision']}, {row['context']} tokens"
     peak = max(told["bytes"] for told in row["peaks"]) / 1e9
-    parts = [text(x, y - 5, f"{escape(words)}: {peak:.1f} GB")]
+    parts = [text(x, y - 5, f"{escape(name)}: {peak:.1f} GB")]
     for name, start, stop in curve["phases"]:
         width = round(max(0.0, at(stop) - at(start)), 1)
         parts.append(rect(at(start), y, width, _HEIGHT, _PHASES.get(name, "#eeeeee")))

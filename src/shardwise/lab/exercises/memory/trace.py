@@ -176,9 +176,9 @@ def thin_out(times: Sequence[float], totals: Sequence[int], points: int) -> list
     if len(times) <= points:
         return list(zip(times, totals, strict=True))
     stretch = -(-2 * len(times) // points)
-    kept: list[int] = []
+    extremes: list[int] = []
     for first in range(0, len(times), stretch):
         inside = range(first, min(first + stretch, len(times)))
         low, high = (pick(inside, key=totals.__getitem__) for pick in (min, max))
-        kept += sorted({low, high})
-    return [(times[i], totals[i]) for i in kept]
+        extremes += sorted({low, high})
+    return [(times[i], totals[i]) for i in extremes]
