@@ -5,25 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from shardwise.errors import UserError, nearest
 from shardwise.lab.exercises.seed004 import MODELS
-from shardwise.profiling.results import check_file
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of a command. `check` gets its flag and its value as typed, and gives the value as
-    the benchmark takes it, or a UserError.
-    """
-
-    flag: str
-    settings: dict[str, Any]  # argparse's
-    check: Callable[[str, Any], Any] | None = None
+from shardwise.lab.options import (
+    Option,
+    choose,
+    count,
+    file,
+    flag,
+    list_counts,
+    list_names,
+    number,
+)
 
 
 @dataclass(frozen=True)
@@ -38,78 +33,8 @@ class Benchmark:
     epilog: str = ""
 
 
-def choose(text: str, what: str, valid: Sequence[str]) -> tuple[str, ...]:
-    """The names of a list such as `a,b`, each once; an error for one that is not valid."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in valid:
-            raise UserError(f"unknown {what} {name!r}{nearest(name, valid)}")
-    return names
-
-
-def _names(
-    flag: str,
-    what: str,
-    valid: Sequence[str],
-    default: str | None = "all",
-    help: str = "default: %(default)s",
-) -> Option:
-    """A list of names; by default all of them, or those of `default`."""
-    settings = {"metavar": "A,B", "default": ",".join(valid) if default == "all" else default}
-    return Option(
-        flag, settings | {"help": help}, lambda _, text: text and choose(text, what, valid)
-    )
-
-
-def _number(
-    flag: str,
-    default: float | None,
-    expected: str,
-    holds: Callable[[float], bool],
-    help: str = "default: %(default)s",
-    kind: type = int,
-    metavar: str = "N",
-) -> Option:
-    def check(flag: str, value: float | None) -> float | None:
-        if value is not None and not holds(value):
-            raise UserError(f"{flag} is {value}, expected {expected}")
-        return value
-
-    settings = {"type": kind, "default": default, "metavar": metavar, "help": help}
-    return Option(flag, settings, check)
-
-
-def _count(flag: str, default: int | None, help: str = "default: %(default)s") -> Option:
-    return _number(flag, default, "at least 1", lambda value: value >= 1, help)
-
-
-def _counts(flag: str, default: str, least: int, help: str = "default: %(default)s") -> Option:
-    def check(flag: str, text: str) -> tuple[int, ...]:
-        try:
-            numbers = tuple(sorted({int(word) for word in text.split(",")}))
-        except ValueError:
-            raise UserError(f"{flag} is {text!r}, expected whole numbers such as 1,2,5") from None
-        if numbers[0] < least:
-            raise UserError(f"{flag} is {numbers[0]}, expected at least {least}")
-        return numbers
-
-    return Option(flag, {"metavar": "A,B", "default": default, "help": help}, check)
-
-
-def _file(flag: str, help: str) -> Option:
-    def check(flag: str, path: Path | None) -> Path | None:
-        check_file(flag, path)
-        return path
-
-    return Option(flag, {"type": Path, "metavar": "FILE", "help": help}, check)
-
-
-def _flag(flag: str, help: str) -> Option:
-    return Option(flag, {"action": "store_true", "help": help})
-
-
-_JSON = _file("--json", "write all figures here")
-_QUICK = _flag("--quick", "every path in seconds; its figures mean nothing")
+_JSON = file("--json", "write all figures here")
+_QUICK = flag("--quick", "every path in seconds; its figures mean nothing")
 _COMMIT = Option(
     "--commit",
     {"metavar": "ID", "help": "what to record where the code is not in its repository"},
@@ -117,11 +42,11 @@ _COMMIT = Option(
 _ROWS = (  # of every benchmark that is measured row by row
     _JSON,
     Option("--budget", {"type": float, "metavar": "S", "help": "start no row after S seconds"}),
-    _flag("--resume", "keep the rows that FILE has; with --plot and no GPU, only draw a GPU's"),
+    flag("--resume", "keep the rows that FILE has; with --plot and no GPU, only draw a GPU's"),
     _QUICK,
     _COMMIT,
 )
-_STEPS = _count("--steps", 10)
+_STEPS = count("--steps", 10)
 
 
 def _models(precisions: str) -> tuple[Option, ...]:
@@ -129,8 +54,8 @@ def _models(precisions: str) -> tuple[Option, ...]:
     help = f"of {', '.join(MODELS)}; default: all; without a CUDA device: small"
     attention = "scores and softmax as tensors, as in the document, or torch's fused kernel"
     return (
-        _names("--sizes", "size", MODELS, None, help),
-        _names("--precision", "precision", ("fp32", "bf16"), precisions),
+        list_names("--sizes", "size", MODELS, None, help),
+        list_names("--precision", "precision", ("fp32", "bf16"), precisions),
         Option(
             "--attention", {"choices": ["plain", "fused"], "default": "plain", "help": attention}
         ),
@@ -146,13 +71,13 @@ STEP = Benchmark(
         Option("--against", {"choices": ["torch"], "default": "torch",
                              "help": "the peer (default: torch)"}),
         _JSON,
-        _names("--cases", "case", ("fake8", "gloo2", "h200")),
-        _names("--strategies", "strategy", ("zero3", "zero2", "ddp"), None,
+        list_names("--cases", "case", ("fake8", "gloo2", "h200")),
+        list_names("--strategies", "strategy", ("zero3", "zero2", "ddp"), None,
                "of zero3, zero2, ddp; default: all that a case has"),
         Option("--through", {"choices": ["plan", "fully_shard"], "default": "plan",
                              "help": "how shardwise is used: by a Plan, or by torch's own program "
                              "with only the import of fully_shard changed (default: plan)"}),
-        _count("--steps", None, "timed steps of each candidate"),
+        count("--steps", None, "timed steps of each candidate"),
         _QUICK,
         _COMMIT,
     ),
@@ -183,7 +108,7 @@ GATHER = Benchmark(
     "Times forward and backward under zero3 on two real CPU ranks, by gather mode and tensor size. "
     "Its result is what gather='auto' follows on gloo.",
     "steps.gather",
-    (_JSON, _count("--rounds", 15)),
+    (_JSON, count("--rounds", 15)),
 )
 ATTENTION = Benchmark(
     "attention",
@@ -193,8 +118,8 @@ ATTENTION = Benchmark(
     "attention.sweeps",
     (
         *_ROWS,
-        _file("--plot", "write a picture here (SVG)"),
-        _names("--sweeps", "sweep", ("heads", "table7", "tables45")),
+        file("--plot", "write a picture here (SVG)"),
+        list_names("--sweeps", "sweep", ("heads", "table7", "tables45")),
     ),
     """\
 sweeps:
@@ -217,8 +142,8 @@ PROFILE = Benchmark(
     "steps.profiling",
     (
         _JSON,
-        _names("--cases", "case", ("gloo2", "h200")),
-        _count("--rounds", None, "of three steps each way"),
+        list_names("--cases", "case", ("gloo2", "h200")),
+        count("--rounds", None, "of three steps each way"),
         _COMMIT,
     ),
     """\
@@ -234,16 +159,16 @@ ACCURACY = Benchmark(
     "accuracy.run",
     (
         _JSON,
-        _names("--cases", "case", ("seeds", "shipped", "gloo", "h200")),
-        _flag("--simulated", "only what needs no accelerator and no other rank"),
-        _file("--docs", "write the page of results here"),
+        list_names("--cases", "case", ("seeds", "shipped", "gloo", "h200")),
+        flag("--simulated", "only what needs no accelerator and no other rank"),
+        file("--docs", "write the page of results here"),
         Option("--beside", {"type": Path, "nargs": "*", "default": [], "metavar": "FILE",
                             "help": "results of other machines: the page shows them too, and "
                             "`shipped` predicts them"}),
         Option("--cluster", {"default": "h200x8-measured", "metavar": "NAME",
                              "help": "of shipped; default: %(default)s"}),
         _QUICK,
-        _flag("--busy", "gloo: other programs run here; take quickest samples"),
+        flag("--busy", "gloo: other programs run here; take quickest samples"),
         Option("--device", {"default": "", "metavar": "NAME", "help": "of h200; default: cuda"}),
         _COMMIT,
     ),
@@ -279,7 +204,7 @@ FORWARD_BACKWARD = Benchmark(
     (
         *_ROWS,
         *_models("fp32,bf16"),
-        _counts("--warmup", "0,1,2,5", 0, "steps left out; default: %(default)s"),
+        list_counts("--warmup", "0,1,2,5", 0, "steps left out; default: %(default)s"),
         _STEPS,
     ),
     """\
@@ -307,8 +232,8 @@ MEMORY = Benchmark(
     (
         *_ROWS,
         *_models("fp32,bf16"),
-        _counts("--contexts", "128,256,512", 1),
-        _file("--plot", "draw the curves here (SVG)"),
+        list_counts("--contexts", "128,256,512", 1),
+        file("--plot", "draw the curves here (SVG)"),
     ),
     """\
 modes, each measured at every context:
@@ -335,10 +260,10 @@ COMPILE = Benchmark(
     (
         *_ROWS,
         *_models("fp32"),
-        _names("--parts", "part", ("model", "attention")),
-        _names("--scopes", "scope", ("whole", "blocks")),
+        list_names("--parts", "part", ("model", "attention")),
+        list_names("--scopes", "scope", ("whole", "blocks")),
         _STEPS,
-        _count("--jobs", 1, "models that compile at once; default: 1"),
+        count("--jobs", 1, "models that compile at once; default: 1"),
     ),
     """\
 parts:
@@ -368,13 +293,13 @@ OVERLAP = Benchmark(
         *_ROWS,
         Option("--size", {"metavar": "NAME", "help": "default: xl; without a CUDA device: small"},
                lambda _, name: None if name is None else choose(name, "size", MODELS)[0]),
-        _names("--reduce", "reduce", ("naive", "overlap", "bucketed")),
-        _number("--ranks", 2, "at least 2", lambda value: value >= 2),
-        _number("--bandwidth", 117.0, "GB/s above 0", lambda value: value > 0,
+        list_names("--reduce", "reduce", ("naive", "overlap", "bucketed")),
+        number("--ranks", 2, "at least 2", lambda value: value >= 2),
+        number("--bandwidth", 117.0, "GB/s above 0", lambda value: value > 0,
                 kind=float, metavar="GB/S"),
-        _number("--latency", 30.0, "microseconds, at least 0", lambda value: value >= 0,
+        number("--latency", 30.0, "microseconds, at least 0", lambda value: value >= 0,
                 kind=float, metavar="US"),
-        _file("--plot", "draw the streams here (SVG)"),
+        file("--plot", "draw the streams here (SVG)"),
     ),
     """\
 One process is a rank of an emulated group: collectives take the modelled time beside compute. The
