@@ -30,6 +30,7 @@ from shardwise.engine import marks, torch_private
 
 Step = Callable[[], None]
 Watched = TypeVar("Watched")
+Moment = torch.cuda.Event | float  # of a CUDA device's current stream, or of the host
 AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
 
@@ -155,6 +156,22 @@ def time_ahead(
         end.record()
     end.synchronize()
     return start.elapsed_time(end), watched
+
+
+def mark_moment(on_cuda: bool) -> Moment:
+    """Now, by the clock of whoever computes."""
+    if not on_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end) / 1e3
 
 
 def time_calls(kind: str, nbytes: int, count: int) -> list[float]:

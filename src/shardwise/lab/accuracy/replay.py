@@ -20,6 +20,7 @@ import torch
 
 from shardwise.description.model import ModelDescription, Pass
 from shardwise.lab.accuracy.kernels import Run, Sizes, key_of, recipe
+from shardwise.profiling.timing import Moment, mark_moment, seconds_between
 
 SETTLE_S = 1.0  # until the clock is steady
 TIMED_S = 1.0  # an H200's clock swings about its mean once a second
@@ -121,8 +122,8 @@ class _Rounds:
         _wait_for(self._issue()[-1])  # libraries load their kernels
         began = time.perf_counter()
         first = self._issue()
-        before: deque[list[Any]] = deque([first])
-        timed: list[list[Any]] = []
+        before: deque[list[Moment]] = deque([first])
+        timed: list[list[Moment]] = []
         while len(timed) < LEAST or time.perf_counter() - began < settle_s + timed_s:
             settled = time.perf_counter() - began >= settle_s
             marks = self._issue()
@@ -135,7 +136,7 @@ class _Rounds:
         return self._read(first), [self._read(marks) for marks in timed]
 
     @torch.no_grad()
-    def _issue(self) -> list[Any]:
+    def _issue(self) -> list[Moment]:
         marks = []
         for i, runs in enumerate(self.passes):
             marks.append(self._mark())
@@ -151,16 +152,12 @@ class _Rounds:
                 marks.append(self._mark())
         return marks
 
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _mark(self) -> Moment:
+        return mark_moment(self.device.type == "cuda")
 
-    def _read(self, marks: list[Any]) -> _Taken:
+    def _read(self, marks: list[Moment]) -> _Taken:
         """Marks come in pairs: of a pass's kernels, then of each pause after it."""
-        taken = iter([_between(a, b) for a, b in zip(marks[0::2], marks[1::2], strict=True)])
+        taken = iter([seconds_between(a, b) for a, b in zip(marks[0::2], marks[1::2], strict=True)])
         kernels, pauses = [], []
         for i in range(len(self.passes)):
             kernels.append(next(taken))
@@ -176,12 +173,6 @@ def _copy(count: int, device: torch.device) -> Callable[[], Any] | None:
     return lambda: target.copy_(source)
 
 
-def _between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def _wait_for(mark: Any) -> None:
-    if not isinstance(mark, float):
+def _wait_for(mark: Moment) -> None:
+    if isinstance(mark, torch.cuda.Event):
         mark.synchronize()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,11 +27,17 @@ from shardwise.lab.processes import explain_failure, join_fake_group, run_fresh
 from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.lab.steps.engines import Wrapped, wrap_plan
 from shardwise.profiling.results import Row, print_table
-from shardwise.profiling.timing import Step, time_on_cuda, time_on_host
+from shardwise.profiling.timing import (
+    Moment,
+    Step,
+    mark_moment,
+    seconds_between,
+    time_on_cuda,
+    time_on_host,
+)
 from shardwise.trainer.model import LM, compute_loss
 
 WARMUP, STEPS = 3, 7
-Moment = torch.cuda.Event | float
 
 
 class Stopwatch:
@@ -44,29 +49,13 @@ class Stopwatch:
 
     def mark(self, name: str, phase: str) -> None:
         """From now on compute is at `name`."""
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((name, phase, event))
-        else:
-            self.marks.append((name, phase, time.perf_counter()))
+        self.marks.append((name, phase, mark_moment(self.on_gpu)))
 
     def spans(self) -> list[list[Any]]:
         """Name, phase, start and end in ms since the first mark; the last mark ends the rest."""
-        moments = [self._since_first(moment) for _, _, moment in self.marks]
-        return [
-            [name, phase, round(start, 4), round(end, 4)]
-            for (name, phase, _), start, end in zip(
-                self.marks[:-1], moments[:-1], moments[1:], strict=True
-            )
-        ]
-
-    def _since_first(self, moment: Moment) -> float:
         first = self.marks[0][2]
-        if isinstance(first, float) and isinstance(moment, float):
-            return (moment - first) * 1e3
-        assert isinstance(first, torch.cuda.Event) and isinstance(moment, torch.cuda.Event)
-        return first.elapsed_time(moment)
+        ms = [round(seconds_between(first, moment) * 1e3, 4) for _, _, moment in self.marks]
+        return [[*self.marks[i][:2], ms[i], ms[i + 1]] for i in range(len(ms) - 1)]
 
 
 @contextmanager
