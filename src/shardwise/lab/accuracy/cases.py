@@ -16,22 +16,19 @@ import shardwise as sw
 from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import Network
+from shardwise.lab.steps.cases import MIXED, NETWORKS, OWN
 from shardwise.lab.steps.engines import Precision
 from shardwise.trainer.model import compute_loss, make_model
 from shardwise.trainer.sizes import BENCH as LARGE
 from shardwise.trainer.sizes import CheckpointKind, Size, bench_size
 
 WORLD = 8
-FREE = Network()
-NVLINK = Network(bandwidth=300e9, latency=20e-6)
-SLOW = Network(bandwidth=100e9, latency=20e-6)
+FREE, NVLINK, SLOW = (NETWORKS[name] for name in ("free", "300GBs", "100GBs"))
 
 WIDE = bench_size(layers=8, d_model=4096, d_ff=11008, heads=32, vocab=32000, fused_qkv=True)
 DEEP = bench_size(layers=24, d_model=1536, d_ff=4096, heads=12, vocab=50304)
 LEAN = bench_size(layers=8, d_model=1024, d_ff=4096, heads=8, vocab=16000)
-MIXED = Precision("bfloat16", "float32")
 HALF = Precision("bfloat16", "bfloat16")
-FULL = Precision()
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ CASES: tuple[AccuracyCase, ...] = (
     AccuracyCase("b3", "build", LARGE, "ddp", 4, 2048),
     AccuracyCase("b4", "build", DEEP, "zero2", 8, 1024, network=SLOW),
     AccuracyCase("b5", "build", LARGE, "hsdp", 4, 2048, mesh=(2, 4)),
-    AccuracyCase("b6", "build", LEAN, "zero3", 4, 1024, precision=FULL),
+    AccuracyCase("b6", "build", LEAN, "zero3", 4, 1024, precision=OWN),
     AccuracyCase("h1", "held-out", WIDE, "zero3", 4, 2048),
     AccuracyCase("h2", "held-out", WIDE, "zero3", 8, 2048, checkpoint="nonreentrant", network=SLOW),
     AccuracyCase("h3", "held-out", WIDE, "zero2", 2, 4096),
@@ -104,7 +101,7 @@ CASES: tuple[AccuracyCase, ...] = (
     ),
     AccuracyCase("h7", "held-out", DEEP, "zero3", 16, 1024, precision=HALF, network=FREE),
     AccuracyCase("h8", "held-out", LARGE, "zero3", 6, 2048, network=SLOW),
-    AccuracyCase("h9", "held-out", LEAN, "zero2", 8, 1024, precision=FULL),
+    AccuracyCase("h9", "held-out", LEAN, "zero2", 8, 1024, precision=OWN),
     AccuracyCase("h10", "held-out", DEEP, "zero2", 16, 2048, checkpoint="nonreentrant"),
     AccuracyCase(
         "h11", "held-out", LARGE, "zero3", 4, 2048, network=SLOW,

@@ -17,6 +17,7 @@ from shardwise.description.model import KernelFact, ModelDescription
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
 from shardwise.lab.accuracy.page import tell_prediction
+from shardwise.lab.exercises.ffn import SEQUENCE
 from shardwise.lab.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
 from shardwise.predict.cost import Costs
 from shardwise.predict.describe import describe_preset
@@ -26,7 +27,6 @@ from shardwise.timeline import Timeline
 
 # Seed 000: one H200 alone, a micro-batch of 1 and of 2 sequences (`shardwise bench ffn`).
 MICRO_BATCH_S = {1: 0.6601, 2: 1.3175}  # benchmarks/results/ffn-h200.json
-FFN_SEQUENCE = 4096
 FFN_NOTE = (
     "Seed 000: what goes in is one GPU's time of a micro-batch of 1 and of 2 sequences, "
     f"{MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 (`shardwise "
@@ -44,13 +44,13 @@ def seed_000(accumulate: int = 2, ratio: int = 2, engine: str = "fsdp2") -> dict
         "fsdp": sw.Plan.of("zero3", 4),
     }
     cluster = Cluster.load("h100x8")
-    workload = Workload.alternating(FFN_SEQUENCE, ratio, accumulate)
+    workload = Workload.alternating(SEQUENCE, ratio, accumulate)
     return {mode: _run_ffn(plan, cluster, workload, ratio, engine) for mode, plan in plans.items()}
 
 
 def delayed_000() -> list[str]:
     """The delayed mode by each engine, and by how many reduces may be under way in ours."""
-    cluster, workload = Cluster.load("h100x8"), Workload.alternating(FFN_SEQUENCE, 2, 2)
+    cluster, workload = Cluster.load("h100x8"), Workload.alternating(SEQUENCE, 2, 2)
     told = []
     for engine, depth in (("fsdp2", 1), ("shardwise", 1), ("shardwise", 4)):
         plan = sw.Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last", reduce_depth=depth)

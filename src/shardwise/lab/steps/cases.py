@@ -19,6 +19,7 @@ from shardwise.trainer.model import OPTIMIZER
 from shardwise.trainer.sizes import BENCH, Size, bench_size
 
 OWN = Precision()  # every dtype the parameters' own
+MIXED = Precision("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ FAMILIES: dict[str, Family] = {
         tuple(
             StepCase(
                 f"h200-{batch}x2048-{label}", BENCH, batch, 2048, ("zero3",), steps=18, warmup=3,
-                precision=Precision("bfloat16", "float32"), network=network,
+                precision=MIXED, network=network,
             )
             for batch in (4, 1) for label, network in NETWORKS.items()
         ),
