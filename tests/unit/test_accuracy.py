@@ -16,7 +16,7 @@ from shardwise.lab.accuracy import run as accuracy
 from shardwise.lab.accuracy import seeds as accuracy_seeds
 from shardwise.lab.accuracy.calibrate import Calibration
 from shardwise.lab.accuracy.cases import CASES
-from shardwise.lab.accuracy.device import describe_case, predict, sizes_of
+from shardwise.lab.accuracy.device import describe_case, predict, widths_of
 from shardwise.lab.accuracy.page import draw_plot, error_of, summarize, write_page
 from shardwise.lab.accuracy.replay import PAUSE_S, Beside, in_step_order, replay
 
@@ -212,7 +212,7 @@ def test_a_replay_times_every_pass_of_the_step() -> None:
         time.sleep(3 * PAUSE_S)
 
     beside = Beside(1e-4, 1e9, pauses=5 * PAUSE_S, pause=pause)
-    found = replay(described, sizes_of(case), "cpu", beside, settle_s=0.0, timed_s=0.0)
+    found = replay(described, widths_of(case), "cpu", beside, settle_s=0.0, timed_s=0.0)
     assert [id(part) for part, _ in found.passes] == [id(part) for part in order]
     seconds = {part.kernels: s for part, s in found.passes}
     assert len(seconds) < len(order) and all(s > 0 for s in seconds.values())

@@ -183,9 +183,9 @@ def test_nan_is_no_parity():
 
 
 def test_options_cut_the_cases():
-    family = cases.Choice(strategies=("ddp",), steps=7).apply(cases.FAMILIES["gloo2"])
+    family = cases.StepChoice(strategies=("ddp",), steps=7).apply(cases.FAMILIES["gloo2"])
     assert [(case.strategies, case.steps) for case in family.cases] == [(("ddp",), 7)]
-    assert cases.Choice(strategies=("ddp",)).apply(cases.FAMILIES["fake8"]).cases == ()
+    assert cases.StepChoice(strategies=("ddp",)).apply(cases.FAMILIES["fake8"]).cases == ()
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import summarize
-from shardwise.lab.exercises.memory.peaks import Subject
+from shardwise.lab.exercises.memory.peaks import MeasuredModel
 from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
-    Allocation,
+    HeldMemory,
     group_by_name,
     read_trace,
     thin_out,
@@ -199,7 +199,7 @@ def test_a_trace_names_what_is_held_by_module_operator_and_parameter():
 
 
 def test_layers_are_one_group_and_thinning_keeps_the_extremes():
-    groups = group_by_name([Allocation(8, 0, what=f"layers.{i}.up: linear") for i in range(3)])
+    groups = group_by_name([HeldMemory(8, 0, what=f"layers.{i}.up: linear") for i in range(3)])
     assert groups == [{"what": "layers.*.up: linear", "count": 3, "each": 8, "total": 24}]
     totals = [0] * 500
     totals[333] = 7
@@ -210,7 +210,7 @@ def test_layers_are_one_group_and_thinning_keeps_the_extremes():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's allocations")
 def test_the_peak_of_a_step_is_made_of_parameters_moments_and_gradients():
     case = ModelCase("small", "fp32", context=4, quick=True)
-    row = Subject(case).measure(case, "step", with_curve=True)
+    row = MeasuredModel(case).measure(case, "step", with_curve=True)
     parameters = row["parameter_bytes"]
     first, second = row["peaks"]
     for peak in (first, second):

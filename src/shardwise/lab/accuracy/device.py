@@ -20,7 +20,7 @@ from shardwise.description.model import Pass
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.calibrate import Calibration, emulated_level
 from shardwise.lab.accuracy.cases import AccuracyCase, Traced, describe_model
-from shardwise.lab.accuracy.kernels import Sizes
+from shardwise.lab.accuracy.kernels import Widths
 from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.accuracy.replay import PAUSE_S, Beside, Replayed, replay
 from shardwise.lab.rows import say
@@ -48,8 +48,8 @@ def describe_case(case: AccuracyCase, device: str) -> Traced:
     return describe_model(case.size, case.batch, case.length, case.plan(), device, case.checkpoint)
 
 
-def sizes_of(case: AccuracyCase) -> Sizes:
-    return Sizes.of(case.size, case.batch, case.length)
+def widths_of(case: AccuracyCase) -> Widths:
+    return Widths.of(case.size, case.batch, case.length)
 
 
 def predict(
@@ -112,7 +112,7 @@ def replay_case(
     # A CPU's clock is its own affair.
     limits = {} if _on_cuda(device) else {"settle_s": 0.0, "timed_s": 0.0}
     with emulate(Network(latency=PAUSE_S)):
-        return replay(traced[1], sizes_of(case), device, beside, **limits)
+        return replay(traced[1], widths_of(case), device, beside, **limits)
 
 
 def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:

@@ -22,7 +22,7 @@ from shardwise.calibration.device import calibrate
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
 from shardwise.lab.accuracy.cases import Traced, describe_model
-from shardwise.lab.accuracy.kernels import KernelTable, Sizes
+from shardwise.lab.accuracy.kernels import KernelTable, Widths
 from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.processes import ask_ranks, time_on_ranks
 from shardwise.lab.rows import say
@@ -54,8 +54,8 @@ class GlooTask:
     strategies: tuple[str, ...] = STRATEGIES
     busy: bool = False
 
-    def sizes(self) -> Sizes:
-        return Sizes.of(self.size, self.batch, self.length)
+    def widths(self) -> Widths:
+        return Widths.of(self.size, self.batch, self.length)
 
 
 QUICK = GlooTask(bench_size(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("ddp", "zero3"))
@@ -95,7 +95,7 @@ def measure_rank(task: GlooTask) -> dict[str, Any]:
     table = KernelTable("cpu", quickest=task.busy)
     described = _describe(task, "zero3")[1]
     dist.barrier()
-    table.measure(described, task.sizes())
+    table.measure(described, task.widths())
     # The mean of the ranks: the larger of two noisy figures, kernel by kernel, is too large.
     keys = sorted(table.seconds)
     mean = torch.tensor([table.seconds[key] for key in keys], dtype=torch.float64) / RANKS
@@ -142,7 +142,7 @@ def predict_rows(task: GlooTask, cluster: Cluster, measured: dict[str, Any]) -> 
         costs = dataclasses.replace(Costs.of(cluster), call_points=calls)
         # A kernel timed alone has its dispatch in it; what is left is autograd's and the modules'.
         launch = max(0.0, cluster.host.op_s - cluster.device.kernel_s)
-        costs.set_passes(table.passes(described, task.sizes(), launch))
+        costs.set_passes(table.passes(described, task.widths(), launch))
         timeline = sw.simulate(
             plan,
             described,

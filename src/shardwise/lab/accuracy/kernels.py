@@ -35,7 +35,7 @@ UNARY = ("silu", "gelu", "relu", "sigmoid", "neg", "exp", "sqrt", "rsqrt", "clon
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Widths:
     """What an operator's bytes do not tell: the model's widths."""
 
     tokens: int
@@ -43,7 +43,7 @@ class Sizes:
     vocab: int
 
     @classmethod
-    def of(cls, size: Size, batch: int, length: int) -> Sizes:
+    def of(cls, size: Size, batch: int, length: int) -> Widths:
         return cls(batch * length, size.d_model, size.vocab)
 
 
@@ -55,36 +55,36 @@ class KernelTable:
     seconds: dict[str, float] = field(default_factory=dict)
     quickest: bool = False  # on a CPU: the sample that nothing disturbed, not the median
 
-    def measure(self, description: ModelDescription, sizes: Sizes) -> int:
+    def measure(self, description: ModelDescription, widths: Widths) -> int:
         """Time the kernels that are not known yet; gives how many those were."""
         new = 0
         for part, direction in passes(description):
             for kernel in part.kernels:
-                key = key_of(kernel, direction, sizes)
+                key = key_of(kernel, direction, widths)
                 if key not in self.seconds:
-                    self.seconds[key] = self._time(kernel, direction, sizes)
+                    self.seconds[key] = self._time(kernel, direction, widths)
                     new += 1
         return new
 
-    def _time(self, kernel: KernelFact, direction: str, sizes: Sizes) -> float:
+    def _time(self, kernel: KernelFact, direction: str, widths: Widths) -> float:
         device = torch.device(self.device)
         # In a model, operands and results are rarely in a CPU's caches: take turns on many.
         sets = (
             1 if device.type == "cuda" else int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
         )
-        runs = [recipe(kernel, direction, sizes, device) for _ in range(sets)]
+        runs = [recipe(kernel, direction, widths, device) for _ in range(sets)]
         return time_on(_in_turn(runs), device, quickest=self.quickest)
 
-    def total(self, part: Pass, direction: str, sizes: Sizes, launch: float = 0.0) -> float:
+    def total(self, part: Pass, direction: str, widths: Widths, launch: float = 0.0) -> float:
         """Seconds of a pass: its kernels one after the other, and `launch` for each."""
-        seconds = sum(self.seconds[key_of(k, direction, sizes)] * k.count for k in part.kernels)
+        seconds = sum(self.seconds[key_of(k, direction, widths)] * k.count for k in part.kernels)
         return seconds + part.launches * launch
 
     def passes(
-        self, description: ModelDescription, sizes: Sizes, launch: float = 0.0
+        self, description: ModelDescription, widths: Widths, launch: float = 0.0
     ) -> list[tuple[Pass, float]]:
         """Every pass of the description with its seconds, for `Costs.set_passes`."""
-        return [(p, self.total(p, d, sizes, launch)) for p, d in passes(description)]
+        return [(p, self.total(p, d, widths, launch)) for p, d in passes(description)]
 
 
 def _in_turn(runs: list[Run]) -> Run:
@@ -106,31 +106,31 @@ def passes(description: ModelDescription) -> Iterable[tuple[Pass, str]]:
         yield segment.backward, "backward"
 
 
-def key_of(kernel: KernelFact, direction: str, sizes: Sizes) -> str:
-    layout = _layout(kernel, direction, sizes) if kernel.kind == "matmul" else ""
+def key_of(kernel: KernelFact, direction: str, widths: Widths) -> str:
+    layout = _layout(kernel, direction, widths) if kernel.kind == "matmul" else ""
     shape = "x".join(map(str, kernel.shape))
     size = f"{shape}:{kernel.batch}:{kernel.bytes:.0f}"
     return f"{kernel.kind}:{kernel.op}:{kernel.dtype}:{size}:{layout}"
 
 
-def _layout(kernel: KernelFact, direction: str, sizes: Sizes) -> str:
+def _layout(kernel: KernelFact, direction: str, widths: Widths) -> str:
     """How operands lie: forward x W^T, backward dY W for the input and dY^T x for the weight."""
     if direction == "forward":
         return "nt"
-    return "tn" if kernel.shape[2] == sizes.tokens and kernel.shape[0] != sizes.tokens else "nn"
+    return "tn" if kernel.shape[2] == widths.tokens and kernel.shape[0] != widths.tokens else "nn"
 
 
-def recipe(kernel: KernelFact, direction: str, sizes: Sizes, device: torch.device) -> Run:
+def recipe(kernel: KernelFact, direction: str, widths: Widths, device: torch.device) -> Run:
     """A function that runs this kernel once."""
     dtype = DTYPES.get(kernel.dtype, torch.float32)
     draw: Draw = partial(torch.randn, device=device, dtype=dtype)
     if kernel.kind == "matmul":
-        return _matmul(kernel, _layout(kernel, direction, sizes), draw)
+        return _matmul(kernel, _layout(kernel, direction, widths), draw)
     special = kernel.op if kernel.bytes > 2**16 else ""
     make = _SPECIAL.get(kernel.kind if kernel.kind == "attention" else special)
     if make is None:
         return _elementwise(kernel, dtype, draw)
-    forward, inputs = make(kernel, sizes, draw)
+    forward, inputs = make(kernel, widths, draw)
     return _gradient(forward, inputs) if "backward" in kernel.op else forward
 
 
@@ -174,7 +174,7 @@ def _gradient(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Run:
 # What a kernel's forward is, and the tensors that its backward gives gradients of.
 
 
-def _attention(kernel: KernelFact, sizes: Sizes, draw: Draw) -> Forward:
+def _attention(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
     batch, heads, queries, keys, width = kernel.shape
     q, k, v = (draw(batch, n, heads, width).transpose(1, 2) for n in (queries, keys, keys))
     attend = functional.scaled_dot_product_attention
@@ -188,36 +188,36 @@ def _draw_rows(kernel: KernelFact, width: int, draw: Draw) -> Tensor:
     return draw(max(1, int(kernel.bytes // (tensors * itemsize * width))), width)
 
 
-def _norm(kernel: KernelFact, sizes: Sizes, draw: Draw) -> Forward:
-    x = _draw_rows(kernel, sizes.width, draw)
+def _norm(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    x = _draw_rows(kernel, widths.width, draw)
     weight = torch.ones_like(x[0])
-    return lambda: functional.rms_norm(x, (sizes.width,), weight), (x, weight)
+    return lambda: functional.rms_norm(x, (widths.width,), weight), (x, weight)
 
 
-def _softmax(kernel: KernelFact, sizes: Sizes, draw: Draw) -> Forward:
-    x = _draw_rows(kernel, sizes.vocab, draw)
+def _softmax(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    x = _draw_rows(kernel, widths.vocab, draw)
     return lambda: functional.log_softmax(x, -1), (x,)
 
 
-def _nll(kernel: KernelFact, sizes: Sizes, draw: Draw) -> Forward:
-    x = draw(sizes.tokens, sizes.vocab)
-    target = torch.randint(0, sizes.vocab, (sizes.tokens,), device=x.device)
+def _nll(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    x = draw(widths.tokens, widths.vocab)
+    target = torch.randint(0, widths.vocab, (widths.tokens,), device=x.device)
     return lambda: functional.nll_loss(x, target), (x,)
 
 
-def _embedding(kernel: KernelFact, sizes: Sizes, draw: Draw) -> Forward:
-    table = draw(sizes.vocab, sizes.width)
-    tokens = torch.randint(0, sizes.vocab, (sizes.tokens,), device=table.device)
+def _embedding(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    table = draw(widths.vocab, widths.width)
+    tokens = torch.randint(0, widths.vocab, (widths.tokens,), device=table.device)
     return lambda: functional.embedding(tokens, table), (table,)
 
 
-def _cat(kernel: KernelFact, sizes: Sizes, draw: Draw) -> Forward:
-    whole = _draw_rows(kernel, 3 * sizes.width, draw)
+def _cat(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    whole = _draw_rows(kernel, 3 * widths.width, draw)
     parts = tuple(part.contiguous() for part in whole.chunk(3, dim=-1))
     return lambda: torch.cat(parts, dim=-1), parts
 
 
-_SPECIAL: Mapping[str, Callable[[KernelFact, Sizes, Draw], Forward]] = {
+_SPECIAL: Mapping[str, Callable[[KernelFact, Widths, Draw], Forward]] = {
     "attention": _attention,
     "fused_rms_norm": _norm,
     "fused_rms_norm_backward": _norm,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardwise.description.model import ModelDescription, Pass
-from shardwise.lab.accuracy.kernels import Run, Sizes, key_of, recipe
+from shardwise.lab.accuracy.kernels import Run, Widths, key_of, recipe
 from shardwise.profiling.timing import Moment, mark_moment, seconds_between
 
 SETTLE_S = 1.0  # until the clock is steady
@@ -60,7 +60,7 @@ def in_step_order(description: ModelDescription) -> Iterator[tuple[Pass, str]]:
 
 def replay(
     description: ModelDescription,
-    sizes: Sizes,
+    widths: Widths,
     device: str,
     beside: Beside,
     settle_s: float = SETTLE_S,
@@ -68,8 +68,8 @@ def replay(
 ) -> Replayed:
     """Run the passes until the clock has settled, then time each: means, of equal passes too."""
     work = [(part, way) for part, way in in_step_order(description) if part.kernels]
-    keys = [tuple((key_of(k, way, sizes), k.count) for k in part.kernels) for part, way in work]
-    rounds = _Rounds(work, keys, sizes, torch.device(device), beside)
+    keys = [tuple((key_of(k, way, widths), k.count) for k in part.kernels) for part, way in work]
+    rounds = _Rounds(work, keys, widths, torch.device(device), beside)
     first, timed = rounds.run(settle_s, timed_s)
     seconds: dict[Any, list[float]] = defaultdict(list)
     for taken in timed:
@@ -100,7 +100,7 @@ class _Rounds:
         self,
         work: list[tuple[Pass, str]],
         keys: list[tuple[tuple[str, int], ...]],
-        sizes: Sizes,
+        widths: Widths,
         device: torch.device,
         beside: Beside,
     ) -> None:
@@ -109,7 +109,7 @@ class _Rounds:
         for (part, way), names in zip(work, keys, strict=True):
             for kernel, (key, _) in zip(part.kernels, names, strict=True):
                 if key not in runs:
-                    runs[key] = recipe(kernel, way, sizes, device)
+                    runs[key] = recipe(kernel, way, widths, device)
         self.passes = [[runs[key] for key, count in names for _ in range(count)] for names in keys]
         share = beside.copies / max(1, len(work))
         self.copy = _copy(int(share * beside.copy_bytes_per_s / 8), device)

@@ -98,7 +98,7 @@ FAMILIES: dict[str, Family] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class StepChoice:
     """What the command line may change of the cases."""
 
     strategies: tuple[str, ...] | None = None
@@ -126,7 +126,7 @@ class Choice:
         return dataclasses.replace(family, cases=tuple(changed))
 
 
-def select(names: Sequence[str], choice: Choice) -> dict[str, Family]:
+def select(names: Sequence[str], choice: StepChoice) -> dict[str, Family]:
     """The families asked for that this machine can run; says which it cannot."""
     chosen = {}
     for name in names:

@@ -20,7 +20,7 @@ from shardwise.emulation.collectives import Emulation
 from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
-from shardwise.lab.steps.cases import Choice, Family, StepCase, describe_case, select
+from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.lab.steps.engines import Wrap, Wrapped
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.results import Row, print_table, write_json
@@ -75,7 +75,7 @@ def _ratio(ours: float | None, theirs: float | None) -> float | None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the cases, write the JSON, print the table."""
-    choice = Choice(arguments.strategies, arguments.steps, arguments.quick, arguments.through)
+    choice = StepChoice(arguments.strategies, arguments.steps, arguments.quick, arguments.through)
     facts = describe_run(arguments)
     rows: list[Row] = []
     for family in select(arguments.cases, choice).values():

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
-from shardwise.lab.steps.cases import Choice, Family, StepCase, describe_case, select
+from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.profiling.collect import TRACED_ON_CUDA, Profile
 from shardwise.profiling.results import Row, write_json
 from shardwise.profiling.timing import Step, spread, time_idle_mark
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure all cases that this machine can run, write the JSON, print a line for each."""
     facts = describe_run(arguments)
     rows: list[Row] = []
-    chosen = select(arguments.cases, Choice(strategies=("zero3",)))
+    chosen = select(arguments.cases, StepChoice(strategies=("zero3",)))
     for name, family in chosen.items():
         cases = [case for case in family.cases if case.name in CASES[name]]
         rows += family.ask(_measure_all, family, cases, arguments.rounds)

@@ -24,7 +24,7 @@ from shardwise.lab.exercises.memory.picture import make_picture
 from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
-    Allocation,
+    HeldMemory,
     MemoryTrace,
     group_by_name,
     read_trace,
@@ -43,7 +43,7 @@ LARGEST = 6  # groups of allocations that a row names
 PASSES = {"inference": ["inference"], "forward": ["forward"], "step": ["first step", "second step"]}
 
 
-class Subject:
+class MeasuredModel:
     """One model in memory, and the passes over it."""
 
     def __init__(self, case: ModelCase) -> None:
@@ -149,14 +149,14 @@ class Subject:
             "roles": sum_by_role(held), "held": by_total[:LARGEST], "largest": by_size[:LARGEST],
         }  # fmt: skip
 
-    def parameters(self) -> list[Allocation]:
+    def parameters(self) -> list[HeldMemory]:
         return [
-            Allocation(p.numel() * p.element_size(), 0.0, what=f"parameter {name}")
+            HeldMemory(p.numel() * p.element_size(), 0.0, what=f"parameter {name}")
             for name, p in self.model.named_parameters()
         ]
 
 
-def sum_by_role(held: list[Allocation]) -> dict[str, int]:
+def sum_by_role(held: list[HeldMemory]) -> dict[str, int]:
     """Bytes of parameters, gradients and moments; the rest is activations and temporaries."""
     roles = dict.fromkeys(("parameters", "gradients", "moments", "activations"), 0)
     named = {"parameter": "parameters", "gradient": "gradients"}
@@ -229,12 +229,12 @@ def run(arguments: argparse.Namespace) -> None:
     for size, precision in itertools.product(chosen, arguments.precision):
         cases = [ModelCase(size, precision, arguments.attention, c, quick=quick) for c in contexts]
         todo = itertools.product(cases, MODES)
-        subject: Subject | None = None
+        subject: MeasuredModel | None = None
         failure = ""
         for case, mode in file.missing(todo, lambda pair: _key(*pair)):
             if subject is None and not failure:
                 try:
-                    subject = Subject(cases[-1])
+                    subject = MeasuredModel(cases[-1])
                 except (RuntimeError, ValueError) as error:
                     failure = explain_failure(error)
             # Curves of the largest model at every context, of the others at the longest.

@@ -20,7 +20,7 @@ TraceEvent = dict[str, Any]
 
 
 @dataclass
-class Allocation:
+class HeldMemory:
     """Memory that was given out in the trace."""
 
     bytes: int
@@ -44,7 +44,7 @@ class MemoryTrace:
 
     times: list[float]
     totals: list[int]
-    allocations: list[Allocation]
+    allocations: list[HeldMemory]
     phases: list[Phase]
 
     def peak(self, start: float, end: float) -> tuple[float, int]:
@@ -54,7 +54,7 @@ class MemoryTrace:
         at = max(inside, key=self.totals.__getitem__, default=first)
         return self.times[at], self.totals[at]
 
-    def held_at(self, time: float) -> list[Allocation]:
+    def held_at(self, time: float) -> list[HeldMemory]:
         return [a for a in self.allocations if a.start <= time < a.end]
 
 
@@ -81,8 +81,8 @@ def read_trace(
     )
     names = _name_allocations(spans, memory)
     times, totals = [phases[0].start if phases else 0.0], [before]
-    alive: dict[int, Allocation] = {}
-    allocations: list[Allocation] = []
+    alive: dict[int, HeldMemory] = {}
+    allocations: list[HeldMemory] = []
     ends = [phase.end for phase in phases if phase.name == "optimizer"] or [
         phase.end for phase in phases[-1:]
     ]
@@ -92,7 +92,7 @@ def read_trace(
             _name_owners(alive, marks.pop(0)[1])
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
         if size > 0:
-            alive[address] = Allocation(size, event["ts"], what=name)
+            alive[address] = HeldMemory(size, event["ts"], what=name)
             allocations.append(alive[address])
         elif address in alive:
             alive.pop(address).end = event["ts"]
@@ -110,7 +110,7 @@ def _is_on_gpu(event: TraceEvent) -> bool:
     return event["args"].get("Device Type") == 1
 
 
-def _name_owners(alive: Mapping[int, Allocation], owned: Mapping[int, str]) -> None:
+def _name_owners(alive: Mapping[int, HeldMemory], owned: Mapping[int, str]) -> None:
     for address, allocation in alive.items():
         allocation.what = owned.get(address, allocation.what)
 
@@ -158,7 +158,7 @@ def _module(open_spans: Sequence[TraceEvent]) -> str:
     return inside[-1].removeprefix(MODULE) if inside else ""
 
 
-def group_by_name(allocations: Sequence[Allocation]) -> list[dict[str, Any]]:
+def group_by_name(allocations: Sequence[HeldMemory]) -> list[dict[str, Any]]:
     """Allocations of the same name and size in different layers as one, the most bytes first."""
     groups: dict[tuple[str, int], int] = defaultdict(int)
     for allocation in allocations:
