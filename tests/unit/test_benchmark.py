@@ -12,7 +12,6 @@ from shardwise.cli import main
 from shardwise.emulation.collectives import Network
 from shardwise.emulation.run import joined
 from shardwise.lab.steps import cases, compare, engines
-from shardwise.lab.steps.compare import Comparison
 from shardwise.lab.steps.engines import OPTIMIZER, Wrapped, largest_difference
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Side
@@ -31,16 +30,16 @@ def test_spread_is_the_interquartile_range_or_of_few_values_the_whole():
 def test_ratios_are_ours_over_theirs():
     ours = Side.of([Sample(2, 1), Sample(4, 1), Sample(900, 1)], peak_bytes=30)
     theirs = Side.of([Sample(8, 4)], peak_bytes=20)
-    row = Comparison.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
-    assert (row.step_ratio, row.cpu_ratio, row.memory_ratio) == (0.5, 0.25, 1.5)
-    assert row.device_ratio is None and row.reserved_ratio is None  # no device told of them
+    row = compare.compare_sides(ours, theirs)
+    assert (row["step_ratio"], row["cpu_ratio"], row["memory_ratio"]) == (0.5, 0.25, 1.5)
+    assert row["device_ratio"] is None and row["reserved_ratio"] is None  # no device told of them
 
 
 def test_a_device_has_a_time_of_its_own_and_a_reserve():
     ours = Side.of([Sample(9, 9)], 30, device=[3, 1, 2], reserved_bytes=80)
     theirs = Side.of([Sample(9, 9)], 30, device=[8], reserved_bytes=40)
-    row = Comparison.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
-    assert (row.step_ratio, row.device_ratio, row.reserved_ratio) == (1, 0.25, 2)
+    row = compare.compare_sides(ours, theirs)
+    assert (row["step_ratio"], row["device_ratio"], row["reserved_ratio"]) == (1, 0.25, 2)
     assert (ours.device_ms, ours.device_spread_ms) == (2, 2)
 
 

@@ -32,6 +32,7 @@ def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 
 def attend_by_torch(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """The same by the fused kernel that torch chooses."""
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
     return functional.scaled_dot_product_attention(
         q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped

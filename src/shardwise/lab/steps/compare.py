@@ -11,7 +11,6 @@ import dataclasses
 import math
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,39 +37,21 @@ class BenchmarkError(Exception):
     """A comparison that would not be worth its figures."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The figures of both candidates. Ratios are ours over the peer's: below 1 is better."""
-
-    case: str
-    strategy: str
-    peer: str
-    step_ratio: float
-    cpu_ratio: float
-    memory_ratio: float
-    device_ratio: float | None
-    reserved_ratio: float | None
-    ours: Side
-    theirs: Side
-    parity: float | None  # largest relative difference of a parameter or gradient; None: no values
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(cls, ours: Side, theirs: Side, **facts: Any) -> Comparison:
-        return cls(
-            step_ratio=ours.step_ms / theirs.step_ms,
-            cpu_ratio=ours.cpu_ms / theirs.cpu_ms,
-            memory_ratio=ours.peak_bytes / theirs.peak_bytes,
-            device_ratio=_ratio(ours.device_ms, theirs.device_ms),
-            reserved_ratio=_ratio(ours.reserved_bytes, theirs.reserved_bytes),
-            ours=ours,
-            theirs=theirs,
-            **facts,
-        )
+RATIOS = {
+    "step": "step_ms", "device": "device_ms", "cpu": "cpu_ms", "memory": "peak_bytes",
+    "reserved": "reserved_bytes",
+}  # fmt: skip
 
 
-def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    return None if ours is None or theirs is None else ours / theirs
+def compare_sides(ours: Side, theirs: Side) -> Row:
+    """Both candidates' figures, and ours over the peer's: below 1 is better. None is what the
+    device cannot tell.
+    """
+    row: Row = {}
+    for name, figure in RATIOS.items():
+        mine, other = getattr(ours, figure), getattr(theirs, figure)
+        row[f"{name}_ratio"] = None if mine is None or other is None else mine / other
+    return row | {"ours": dataclasses.asdict(ours), "theirs": dataclasses.asdict(theirs)}
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -95,7 +76,7 @@ def compare_all(family: Family, quick: bool) -> dict[str, Any]:
     """The rows of all cases of a family, or why there are none."""
     try:
         rows = [
-            dataclasses.asdict(_compare(family, case, strategy, quick))
+            _compare(family, case, strategy, quick)
             for case in family.cases
             for strategy in case.strategies
         ]
@@ -104,27 +85,29 @@ def compare_all(family: Family, quick: bool) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Comparison:
-    """One row."""
+def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
+    """One row; `parity` is the largest relative difference of a parameter or gradient, None where
+    nothing is sent and there are no values.
+    """
     say(f"{case.name} {strategy}: {case.steps} steps each, in turn")
     with case.open_network() as emulation:
         measure = _measure_on_gpu if family.device == "cuda" else _measure_on_cpu
         sides, parity, settings = measure(family, case, strategy, emulation)
-    row = Comparison.of(
-        sides["ours"],
-        sides["theirs"],
-        case=case.name,
-        strategy=strategy,
-        peer=engines.PEERS[strategy],
-        parity=parity,
-        settings=describe_case(family, case, quick) | settings,
-    )
-    alone = "" if row.device_ratio is None else f", on the device alone {row.device_ratio:.2f}"
+    found = compare_sides(sides["ours"], sides["theirs"])
+    device = found["device_ratio"]
+    alone = "" if device is None else f", on the device alone {device:.2f}"
     say(
-        f"{case.name} {strategy}: {row.ours.step_ms:.1f} ms against {row.theirs.step_ms:.1f}, "
-        f"ratio {row.step_ratio:.2f}{alone}"
+        f"{case.name} {strategy}: {sides['ours'].step_ms:.1f} ms against "
+        f"{sides['theirs'].step_ms:.1f}, ratio {found['step_ratio']:.2f}{alone}"
     )
-    return row
+    return {
+        "case": case.name,
+        "strategy": strategy,
+        "peer": engines.PEERS[strategy],
+        **found,
+        "parity": parity,
+        "settings": describe_case(family, case, quick) | settings,
+    }
 
 
 Measured = tuple[dict[str, Side], float | None, dict[str, Any]]
@@ -250,17 +233,16 @@ def _check_emulated(
 def _print(rows: list[Row], environment: dict[str, Any]) -> None:
     """One line per comparison; ratios are ours over the peer's."""
     names = ("case", "strategy", "peer")
-    ratios = ("step", "device", "cpu", "memory", "reserved")
     lines = [
         [
             *(row[name] for name in names),
             *(f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES),
-            *("-" if row[f"{r}_ratio"] is None else f"{row[f'{r}_ratio']:.2f}" for r in ratios),
+            *("-" if row[f"{r}_ratio"] is None else f"{row[f'{r}_ratio']:.2f}" for r in RATIOS),
             "-" if row["parity"] is None else f"{row['parity']:.0e}",
         ]
         for row in rows
     ]
-    heads = [*names, "ours ms", "theirs ms", *ratios, "parity"]
+    heads = [*names, "ours ms", "theirs ms", *RATIOS, "parity"]
     print_table("one training step, shardwise against torch", heads, lines, environment, names, 130)
     if any(row["settings"]["network"].startswith("emulated") for row in rows):
         print("h200 rows: emulated network; values are fabricated, times are not")

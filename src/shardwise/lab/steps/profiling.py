@@ -94,12 +94,12 @@ def _measure(family: Family, case: StepCase, rounds: int) -> Row:
         "case": case.name,
         "strategy": "zero3",
         **sides,
-        "step_ratio": sides["on"]["step_ms"] / sides["off"]["step_ms"],
         "paired_ratio": statistics.median(ratios),
         "paired_spread": spread(ratios),
-        "cpu_ratio": sides["on"]["cpu_ms"] / sides["off"]["cpu_ms"],
-        "least_step_ratio": sides["on"]["least_step_ms"] / sides["off"]["least_step_ms"],
-        "least_cpu_ratio": sides["on"]["least_cpu_ms"] / sides["off"]["least_cpu_ms"],
+        **{
+            f"{name}_ratio": sides["on"][f"{name}_ms"] / sides["off"][f"{name}_ms"]
+            for name in ("step", "cpu", "least_step", "least_cpu")
+        },
         **_describe_traced(traced, sides["off"]["step_ms"]),
         "marks_per_step": made // steps,
         "ns_per_mark_off": nothing,

@@ -12,7 +12,7 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -191,16 +191,12 @@ def _marked(model: nn.Module, names: dict[int, str]) -> Iterator[None]:
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         open_marks.pop().__exit__(None, None, None)
 
-    hooks = []
-    for module in model.modules():
-        if id(module) in names and type(module).forward is not nn.Module.forward:
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if id(module) in names and type(module).forward is not nn.Module.forward:
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def compress(trace: MemoryTrace) -> dict[str, Any]:

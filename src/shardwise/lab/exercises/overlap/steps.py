@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,16 +76,13 @@ def watch(model: nn.Module, stopwatch: Stopwatch) -> Iterator[None]:
         assert output.grad_fn is not None
         output.grad_fn.register_hook(lambda *_: stopwatch.mark("", "waiting"))
 
-    # Ahead of the engine's hooks, which may put nodes of their own behind the output.
-    hooks: list[Any] = [model.embedding.register_forward_hook(look_up, prepend=True)]
-    for layer in model.layers:
-        hooks.append(layer.register_forward_pre_hook(enter))
-        hooks.append(layer.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        # Ahead of the engine's hooks, which may put nodes of their own behind the output.
+        hooks.enter_context(model.embedding.register_forward_hook(look_up, prepend=True))
+        for layer in model.layers:
+            hooks.enter_context(layer.register_forward_pre_hook(enter))
+            hooks.enter_context(layer.register_forward_hook(leave))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def step_marked(trial: Wrapped, tokens: tuple[Tensor, Tensor], stopwatch: Stopwatch) -> None:
