@@ -26,53 +26,36 @@ from shardwise.lab.accuracy.kernels import KernelTable, Widths
 from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.processes import ask_ranks, time_on_ranks
 from shardwise.lab.rows import say
-from shardwise.lab.steps.cases import MEDIUM
+from shardwise.lab.steps.cases import MEDIUM, StepCase
 from shardwise.lab.steps.engines import Precision, draw_tokens, wrap_ours
 from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.results import Row
 from shardwise.profiling.timing import alternate, time_calls
 from shardwise.trainer.model import make_model
-from shardwise.trainer.sizes import Size, bench_size
+from shardwise.trainer.sizes import bench_size
 
 if TYPE_CHECKING:
     from shardwise.lab.accuracy.run import Results
 
-RANKS = 2
+RANKS, ROUNDS = 2, 5
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-WARMUP, ROUNDS = 3, 5
-
-
-@dataclasses.dataclass(frozen=True)
-class GlooTask:
-    """What the two ranks run."""
-
-    size: Size = MEDIUM
-    batch: int = 4
-    length: int = 64
-    steps: int = 40
-    strategies: tuple[str, ...] = STRATEGIES
-    busy: bool = False
-
-    def widths(self) -> Widths:
-        return Widths.of(self.size, self.batch, self.length)
-
-
-QUICK = GlooTask(bench_size(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("ddp", "zero3"))
+GLOO = StepCase("gloo2", MEDIUM, 4, 64, STRATEGIES, steps=40, warmup=3)
+QUICK = StepCase("gloo2", bench_size(2, 64, 128, 4, 128), 1, 16, ("ddp", "zero3"), 2, warmup=3)
 
 
 def run_gloo(results: Results, quick: bool, busy: bool = False) -> None:
     """Calibrate, time the kernels and the steps on two ranks, then predict each step."""
-    task = QUICK if quick else GlooTask()
-    if all(results.has(case=f"gloo2-{name}") for name in task.strategies):
+    case = QUICK if quick else GLOO
+    if all(results.has(case=f"{case.name}-{name}") for name in case.strategies):
         return
-    task = dataclasses.replace(task, busy=busy)
     rounds = []
     for i in range(1 if quick else ROUNDS):
         say(f"gloo, round {i + 1}: calibrating this machine (two ranks)")
         cluster = calibrate("gloo2", ranks=RANKS, quick=quick, busy=busy, tell=say).cluster
         say(f"gloo, round {i + 1}: timing the model's kernels and its steps on two ranks")
-        rounds.append(predict_rows(task, cluster, ask_ranks(measure_rank, task, world=RANKS)))
+        measured = ask_ranks(measure_rank, case, busy, world=RANKS)
+        rounds.append(predict_rows(case, busy, cluster, measured))
     for rows in zip(*rounds, strict=True):
         results.add(join_rounds(rows))
 
@@ -90,12 +73,12 @@ def join_rounds(rows: Sequence[Row]) -> Row:
     return joined
 
 
-def measure_rank(task: GlooTask) -> dict[str, Any]:
+def measure_rank(case: StepCase, busy: bool) -> dict[str, Any]:
     """Kernel seconds, seconds of calls, and step times: what each of the ranks runs."""
-    table = KernelTable("cpu", quickest=task.busy)
-    described = _describe(task, "zero3")[1]
+    table = KernelTable("cpu", quickest=busy)
+    described = _describe(case, "zero3")[1]
     dist.barrier()
-    table.measure(described, task.widths())
+    table.measure(described, _widths(case))
     # The mean of the ranks: the larger of two noisy figures, kernel by kernel, is too large.
     keys = sorted(table.seconds)
     mean = torch.tensor([table.seconds[key] for key in keys], dtype=torch.float64) / RANKS
@@ -103,62 +86,68 @@ def measure_rank(task: GlooTask) -> dict[str, Any]:
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     found = {
         "kernels": dict(zip(keys, mean.tolist(), strict=True)),
-        "calls": {kind: _time_calls(kind, task) for kind in kinds},
-        "steps_ms": _time_steps(task),
+        "calls": {kind: _time_calls(kind, busy) for kind in kinds},
+        "steps_ms": _time_steps(case),
     }
     dist.barrier()
     return found
 
 
-def _time_calls(kind: str, task: GlooTask) -> list[tuple[int, float]]:
+def _time_calls(kind: str, busy: bool) -> list[tuple[int, float]]:
     """Seconds that the call itself takes, before anything is waited for, by message size."""
-    pick = min if task.busy else statistics.median
+    pick = min if busy else statistics.median
     return [(2**power, pick(time_calls(kind, 2**power, 12))) for power in range(12, 26, 2)]
 
 
-def _time_steps(task: GlooTask) -> dict[str, list[float]]:
+def _time_steps(case: StepCase) -> dict[str, list[float]]:
     """Milliseconds of whole steps, each the slower rank's; the strategies step in turn."""
-    tokens = draw_tokens(task.size, task.batch, task.length, "cpu")
+    tokens = draw_tokens(case.size, case.batch, case.length, "cpu")
     steps = {
-        name: wrap_ours(make_model(task.size, "cpu"), name, Precision()).step_on(*tokens)
-        for name in task.strategies
+        name: wrap_ours(make_model(case.size, "cpu"), name, Precision()).step_on(*tokens)
+        for name in case.strategies
     }
-    taken = alternate(steps, task.steps, WARMUP, time_on_ranks)
+    taken = alternate(steps, case.steps, case.warmup, time_on_ranks)
     return {name: [sample.step_ms for sample in samples] for name, samples in taken.items()}
 
 
-def _describe(task: GlooTask, strategy: str) -> Traced:
+def _widths(case: StepCase) -> Widths:
+    return Widths.of(case.size, case.batch, case.length)
+
+
+def _describe(case: StepCase, strategy: str) -> Traced:
     plan = sw.Plan.of(strategy, RANKS)
-    return describe_model(task.size, task.batch, task.length, plan, "cpu")
+    return describe_model(case.size, case.batch, case.length, plan, "cpu")
 
 
-def predict_rows(task: GlooTask, cluster: Cluster, measured: dict[str, Any]) -> list[Row]:
+def predict_rows(
+    case: StepCase, busy: bool, cluster: Cluster, measured: dict[str, Any]
+) -> list[Row]:
     """One row for each strategy."""
     table = KernelTable("cpu", measured["kernels"])
     rows = []
-    for strategy in task.strategies:
-        plan, described = _describe(task, strategy)
+    for strategy in case.strategies:
+        plan, described = _describe(case, strategy)
         calls = {kind: tuple(map(tuple, points)) for kind, points in measured["calls"].items()}
         costs = dataclasses.replace(Costs.of(cluster), call_points=calls)
         # A kernel timed alone has its dispatch in it; what is left is autograd's and the modules'.
         launch = max(0.0, cluster.host.op_s - cluster.device.kernel_s)
-        costs.set_passes(table.passes(described, task.widths(), launch))
+        costs.set_passes(table.passes(described, _widths(case), launch))
         timeline = sw.simulate(
             plan,
             described,
             cluster,
-            Workload(task.length, task.batch),
+            Workload(case.length, case.batch),
             costs=costs,
             options=StepOptions(loss_inside=False),
         )
         times = measured["steps_ms"][strategy]
         rows.append(
             {
-                "case": f"gloo2-{strategy}",
-                "mode": f"{strategy} {plan.replicate}x{plan.shard}, {task.size.describe()}",
+                "case": f"{case.name}-{strategy}",
+                "mode": f"{strategy} {plan.replicate}x{plan.shard}, {case.size.describe()}",
                 "set": "gloo",
                 **tell_prediction(timeline),
-                "measured_ms": min(times) if task.busy else statistics.median(times),
+                "measured_ms": min(times) if busy else statistics.median(times),
                 "measured_least_ms": min(times),
                 "measured_spread_ms": max(times) - min(times),
             }
