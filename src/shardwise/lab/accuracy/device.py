@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
-from shardwise.description.model import Pass
+from shardwise.description.model import PassFacts
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.calibrate import Calibration, emulated_level
 from shardwise.lab.accuracy.cases import AccuracyCase, Traced, describe_model
@@ -58,7 +58,7 @@ def predict(
     calibration: Calibration,
     base: Cluster,
     device: str,
-    passes: Iterable[tuple[Pass, float]] = (),
+    passes: Iterable[tuple[PassFacts, float]] = (),
     slowdown: float = 1.0,
     held: int = 0,
 ) -> Timeline:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwise.description.model import KernelFact, ModelDescription, Pass
+from shardwise.description.model import KernelFact, ModelDescription, PassFacts
 from shardwise.planning.plan import DTYPES
 from shardwise.trainer.sizes import Size
 
@@ -75,14 +75,14 @@ class KernelTable:
         runs = [recipe(kernel, direction, widths, device) for _ in range(sets)]
         return time_on(_in_turn(runs), device, quickest=self.quickest)
 
-    def total(self, part: Pass, direction: str, widths: Widths, launch: float = 0.0) -> float:
+    def total(self, part: PassFacts, direction: str, widths: Widths, launch: float = 0.0) -> float:
         """Seconds of a pass: its kernels one after the other, and `launch` for each."""
         seconds = sum(self.seconds[key_of(k, direction, widths)] * k.count for k in part.kernels)
         return seconds + part.launches * launch
 
     def passes(
         self, description: ModelDescription, widths: Widths, launch: float = 0.0
-    ) -> list[tuple[Pass, float]]:
+    ) -> list[tuple[PassFacts, float]]:
         """Every pass of the description with its seconds, for `Costs.set_passes`."""
         return [(p, self.total(p, d, widths, launch)) for p, d in passes(description)]
 
@@ -99,7 +99,7 @@ def _in_turn(runs: list[Run]) -> Run:
     return run
 
 
-def passes(description: ModelDescription) -> Iterable[tuple[Pass, str]]:
+def passes(description: ModelDescription) -> Iterable[tuple[PassFacts, str]]:
     for _, segment in description.segments:
         yield segment.forward, "forward"
         yield segment.recompute, "forward"

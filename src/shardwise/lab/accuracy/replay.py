@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwise.description.model import ModelDescription, Pass
+from shardwise.description.model import ModelDescription, PassFacts
 from shardwise.lab.accuracy.kernels import Run, Widths, key_of, recipe
 from shardwise.profiling.timing import Moment, mark_moment, seconds_between
 
@@ -42,13 +42,13 @@ class Beside:
 class Replayed:
     """Measured passes, and how far the clock fell."""
 
-    passes: list[tuple[Pass, float]]
+    passes: list[tuple[PassFacts, float]]
     first_s: float  # all kernels, in the first round
     settled_s: float  # and in those that count
     slowdown: float  # what a pause took, over what it was to take
 
 
-def in_step_order(description: ModelDescription) -> Iterator[tuple[Pass, str]]:
+def in_step_order(description: ModelDescription) -> Iterator[tuple[PassFacts, str]]:
     """The passes of one micro-batch with the direction their products run in."""
     for _, segment in description.segments:
         yield segment.forward, "forward"
@@ -98,7 +98,7 @@ class _Rounds:
 
     def __init__(
         self,
-        work: list[tuple[Pass, str]],
+        work: list[tuple[PassFacts, str]],
         keys: list[tuple[tuple[str, int], ...]],
         widths: Widths,
         device: torch.device,
