@@ -99,42 +99,42 @@ class PlannedExecutor:
     # A unit
 
     def gather(self, unit: PlannedUnit) -> None:
-        to, sizes, ranks = self.listener, unit.sizes, unit.shard_ranks
+        listener, sizes, ranks = self.listener, unit.sizes, unit.shard_ranks
         mode = choose_gather(self.plan.gather, len(sizes.parts), sizes.full, self.ordered)
         stages = mode == "packed" and ranks > 1
-        to.engine_work("gather" if ranks > 1 else "cast", unit.name)
+        listener.engine_work("gather" if ranks > 1 else "cast", unit.name)
         if self.ordered or not stages:
             self._allocate(unit)
-        before = to.behind_compute()
+        before = listener.behind_compute()
         if ranks == 1:
             moved = sizes.master + sizes.full
-            unit.arrives = to.copy("cast", unit.name, "gather", moved, before)
+            unit.arrives = listener.copy("cast", unit.name, "gather", moved, before)
             return
         staging = sizes.full if stages else 0
-        to.hold("temporary", staging)
+        listener.hold("temporary", staging)
         if unit.casts and not unit.piece:
             moved = sizes.master + sizes.full // ranks
-            before = (to.copy("cast", unit.name, "gather", moved, before),)
+            before = (listener.copy("cast", unit.name, "gather", moved, before),)
         axis, group = ("keep", unit.piece_ranks) if unit.piece else ("shard", ranks)
         for nbytes in sizes.parts if mode == "each" else (sizes.full,):
-            unit.arrives = to.collective(
+            unit.arrives = listener.collective(
                 "all_gather", unit.name, axis, nbytes, group, before, nbytes
             )
         if not self.ordered:
             unit.staged = staging
         elif stages:
             done = (unit.arrives,)
-            unit.arrives = to.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
-            to.hold("temporary", -staging)
+            unit.arrives = listener.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
+            listener.hold("temporary", -staging)
 
     def wait(self, unit: PlannedUnit) -> None:
-        to = self.listener
-        to.join(unit.arrives)
+        listener = self.listener
+        listener.join(unit.arrives)
         unit.arrives = -1
         if unit.staged:
             self._allocate(unit)
-            to.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
-            to.hold("temporary", -unit.staged)
+            listener.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
+            listener.hold("temporary", -unit.staged)
             unit.staged = 0
 
     def keep_from_last_step(self, unit: PlannedUnit) -> None:
@@ -174,10 +174,12 @@ class PlannedExecutor:
         return True
 
     def pack(self, unit: PlannedUnit, into_sums: bool, passes: bool) -> PlannedReduction:
-        to, slot, grads = self.listener, unit.sizes.slot, unit.grads
-        to.engine_work("reduce", unit.name)
-        to.hold("slots", 0 if into_sums else slot)
-        packed = to.copy("pack", unit.name, "scatter", grads + slot, to.behind_compute())
+        listener, slot, grads = self.listener, unit.sizes.slot, unit.grads
+        listener.engine_work("reduce", unit.name)
+        listener.hold("slots", 0 if into_sums else slot)
+        packed = listener.copy(
+            "pack", unit.name, "scatter", grads + slot, listener.behind_compute()
+        )
         unit.grads = 0
         self._ends["scatter"] = packed
         return PlannedReduction(unit, grads, Held(slot, into_sums), freed=packed, last=packed)
@@ -213,11 +215,11 @@ class PlannedExecutor:
         ranks: int,
         written: int,
     ) -> None:
-        to, name = self.listener, reduction.unit.name
+        listener, name = self.listener, reduction.unit.name
         after = self._after(reduction)
         if lane == "replica":
-            after = (*after, *to.behind_compute())
-        reduction.last = to.collective(kind, name, axis, nbytes, ranks, after, written)
+            after = (*after, *listener.behind_compute())
+        reduction.last = listener.collective(kind, name, axis, nbytes, ranks, after, written)
         self._ends[lane] = reduction.last
         if not self.ordered:
             reduction.pending = reduction.last
