@@ -9,7 +9,6 @@ take turns, so that what disturbs one disturbs the others; figures are medians.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import torch
 
 from shardwise.kernels.attention.backends import forced
+from shardwise.profiling.results import write_json
 from shardwise.profiling.timing import describe_environment
 from shardwise.trainer.model import LM
 from shardwise.trainer.sizes import SIZES
@@ -101,13 +101,10 @@ def main() -> None:
         rows += measure(batch, length, options.rounds, deadline)
         torch.cuda.empty_cache()
         if options.json is not None:
-            content = {
-                "environment": describe_environment(options.commit),
-                "command": "python benchmarks/attention_step.py",
-                "model": "medium, bf16, fused AdamW",
-                "rows": rows,
-            }
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
+            write_json(
+                options.json, describe_environment(options.commit),
+                "python benchmarks/attention_step.py", rows, model="medium, bf16, fused AdamW",
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

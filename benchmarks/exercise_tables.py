@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from page_tables import make_table
+
 from shardwise.lab.attention.seed import tables_4_and_5
-from shardwise.lab.exercises import memory_plot as memory_bench_plot
-from shardwise.lab.exercises import overlap_plot, seed004
+from shardwise.lab.exercises import seed004
+from shardwise.lab.exercises.memory.picture import make_picture as draw_memory
+from shardwise.lab.exercises.overlap.picture import make_picture as draw_overlap
 
 Result = dict[str, Any]
 
 
-def _table(heads: list[str], lines: list[list[str]]) -> str:
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+def _join(heads: list[str], lines: list[list[str]]) -> str:
+    return "\n".join([*make_table(heads, lines), ""])
 
 
 def _spread(figures: dict[str, float]) -> str:
@@ -38,7 +40,7 @@ def make_times(result: Result) -> str:
         own = [_spread(held[part]) for part in ("forward", "backward", "optimizer")]
         lines.append([row["size"], row["precision"], *own, *_seeds_pair(row, 1),
                       *_seeds_pair(row, 2)])  # fmt: skip
-    return _table(heads, lines)
+    return _join(heads, lines)
 
 
 def make_warmup(result: Result) -> str:
@@ -51,7 +53,7 @@ def make_warmup(result: Result) -> str:
         first = row["ms"]["forward"][0] + row["ms"]["backward"][0]
         sums = [held["forward"]["mean"] + held["backward"]["mean"] for held in both]
         lines.append([row["size"], row["precision"], f"{first:.0f}", *(f"{s:.1f}" for s in sums)])
-    return _table(heads, lines)
+    return _join(heads, lines)
 
 
 def make_memory(result: Result) -> str:
@@ -71,7 +73,7 @@ def make_memory(result: Result) -> str:
             if mode != "inference":
                 cells.append(f"{row['seed']['gb']:.2f}" if row["seed"] else "")
         lines.append(cells)
-    return _table(heads, lines)
+    return _join(heads, lines)
 
 
 def make_holders(result: Result) -> str:
@@ -91,7 +93,7 @@ def make_holders(result: Result) -> str:
             lines.append([row["precision"], str(row["context"]), peak["pass"],
                           *(f"{value / 1e9:.2f}" for value in roles),
                           f"{most / 2**20:.0f} MiB: {'; '.join(named[:3])}"])  # fmt: skip
-    return _table(heads, lines)
+    return _join(heads, lines)
 
 
 def make_compiled(result: Result) -> str:
@@ -114,7 +116,7 @@ def make_compiled(result: Result) -> str:
         cells += [f"{row['seed'][f'{side}_{part}']:.1f}" for part in ("forward", "backward")
                   for side in ("compiled", "eager")]  # fmt: skip
         lines.append(cells)
-    return _table(heads, lines)
+    return _join(heads, lines)
 
 
 def make_compiled_attention(result: Result) -> str:
@@ -132,7 +134,7 @@ def make_compiled_attention(result: Result) -> str:
         seeds = tables_4_and_5(dim, seq)
         sides = ("compiled", "plain", "alone")
         lines.append([*cells, *(f"{seeds[side]['backward']:.3f}" for side in sides)])
-    return _table(heads, lines)
+    return _join(heads, lines)
 
 
 def make_overlap(result: Result) -> str:
@@ -150,7 +152,7 @@ def make_overlap(result: Result) -> str:
         lines.append([f"`{row['reduce']}`", str(len(row["messages"])),
                       *(f"{value:.1f}" for value in figures),
                       *("" if s is None else f"{s * 1e3:.0f}" for s in seeds)])  # fmt: skip
-    return _table(heads, lines)
+    return _join(heads, lines)
 
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
@@ -165,10 +167,10 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
 PICTURES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "docs/images/memory-2.7b.svg": (
         "memory-h200.json",
-        lambda result: memory_bench_plot.make_picture(result["rows"]),
+        lambda result: draw_memory(result["rows"]),
     ),
     "docs/images/overlap-xl.svg": (
         "overlap-h200.json",
-        lambda result: overlap_plot.make_picture(result["rows"]),
+        lambda result: draw_overlap(result["rows"]),
     ),
 }

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from page_tables import make_table, show_spread
+
 Result = dict[str, Any]
 Load = Callable[[str], Result]
 
@@ -17,15 +19,6 @@ BEFORE = ("emulate-4-h200-before.json", "emulate-1-h200-before.json")
 CHECK = ("emulate-check-h200.json",)
 PROFILE = ("profile-h200.json", "profile-cpu.json")
 MISSING = "not measured"  # and filled in once a result has it
-
-
-def _table(heads: list[str], lines: list[list[str]]) -> list[str]:
-    rows = [heads, ["---"] * len(heads), *lines]
-    return ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def _spread(row: Result, name: str = "step") -> str:
-    return f"{row[f'{name}_ms']:.1f} ± {row[f'{name}_spread_ms']:.1f}"
 
 
 def make_step(load: Load, names: tuple[str, ...]) -> list[str]:
@@ -41,11 +34,11 @@ def make_step(load: Load, names: tuple[str, ...]) -> list[str]:
         }
         lines.append(
             [f"`{row['case']}`", row["strategy"], f"`{row['peer']}`",
-             *(f"{_spread(row[side])} ms" for side in ("ours", "theirs")),
+             *(f"{show_spread(row[side])} ms" for side in ("ours", "theirs")),
              f"**{row['step_ratio']:.2f}**", only["device_ratio"], f"{row['cpu_ratio']:.2f}",
              f"{row['memory_ratio']:.2f}", only["reserved_ratio"]]
         )  # fmt: skip
-    return _table(heads, lines)
+    return make_table(heads, lines)
 
 
 def _pairs(rows: list[Result]) -> list[tuple[Result, Result]]:
@@ -72,13 +65,13 @@ def make_emulated_ratios(load: Load, names: tuple[str, ...]) -> list[str]:
         if ours.get("reserved_bytes") and theirs.get("reserved_bytes"):
             reserved = f"{ours['reserved_bytes'] / theirs['reserved_bytes']:.2f}"
         lines.append(
-            [*_place(ours), f"{_spread(ours)} ms", f"{_spread(theirs)} ms",
+            [*_place(ours), f"{show_spread(ours)} ms", f"{show_spread(theirs)} ms",
              f"{ours['step_ms'] / theirs['step_ms']:.2f}",
              f"{ours['device_ms']:.1f} ms", f"{theirs['device_ms']:.1f} ms",
              f"**{ours['device_ms'] / theirs['device_ms']:.3f}**",
              f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}", reserved]
         )  # fmt: skip
-    return _table(heads, lines)
+    return make_table(heads, lines)
 
 
 def make_emulated(load: Load, names: tuple[str, ...]) -> list[str]:
@@ -98,7 +91,7 @@ def make_emulated(load: Load, names: tuple[str, ...]) -> list[str]:
         reserved = row.get("reserved_bytes")
         far += [value for value in apart[:1] if abs(value) > 0.1]
         lines.append(
-            [*_place(row), "FSDP2" if row["engine"] == "torch" else row["engine"], _spread(row),
+            [*_place(row), "FSDP2" if row["engine"] == "torch" else row["engine"], show_spread(row),
              f"{row['device_ms']:.1f}", f"{row['waited_ms']:.2f}", f"{row['free_waited_ms']:.2f}",
              *(f"{row[f'{n}_ms']:.2f} ± {row[f'{n}_spread_ms']:.2f}"
                for n in ("exposed", "counterfactual")),
@@ -108,7 +101,7 @@ def make_emulated(load: Load, names: tuple[str, ...]) -> list[str]:
         )  # fmt: skip
     told = ", ".join(f"{value:+.1%}".replace("%", " %") for value in far) or "none"
     rows_told = f"Of {len(now)} rows, off by more than 10 %: {told}. {_tell_messages(now)}"
-    return [*_table(heads, lines), "", rows_told]
+    return [*make_table(heads, lines), "", rows_told]
 
 
 def _tell_messages(rows: list[Result]) -> str:
@@ -146,7 +139,7 @@ def make_check(load: Load, names: tuple[str, ...]) -> list[str]:
                           and row["check"] in kinds and row["device"] == size]  # fmt: skip
                 cells.append(f"{max(errors, key=abs):+.1%}".replace("%", " %") if errors else "")
         lines.append(cells)
-    return _table(heads, lines)
+    return make_table(heads, lines)
 
 
 def make_profile(load: Load, names: tuple[str, ...]) -> list[str]:
@@ -154,13 +147,13 @@ def make_profile(load: Load, names: tuple[str, ...]) -> list[str]:
     heads = ["case", "off", "on: timed", "ratio", "of rounds", "on: traced", "ratio",
              "marks, off: share of the step"]  # fmt: skip
     lines = [
-        [f"`{row['case']}`", f"{_spread(row['off'])} ms", f"{_spread(row['on'])} ms",
+        [f"`{row['case']}`", f"{show_spread(row['off'])} ms", f"{show_spread(row['on'])} ms",
          f"{row['step_ratio']:.2f}", f"{row['paired_ratio']:.3f} ± {row['paired_spread']:.3f}",
          f"{row['traced_step_ms']:.1f} ms", f"{row['traced_ratio']:.2f}",
          f"{row['marks_per_step']}: {row['share_of_step_off']:.2%}"]
         for name in names for row in load(name)["rows"]
     ]  # fmt: skip
-    return _table(heads, lines)
+    return make_table(heads, lines)
 
 
 Make = Callable[[Load, tuple[str, ...]], list[str]]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import exercise_tables
 import step_tables
+from page_tables import make_table
 
 ROOT = Path(__file__).parent.parent
 END = "<!-- end -->\n"
@@ -44,6 +45,10 @@ def _place(name: str) -> str:
     return f"{hardware}, torch {facts['torch']}, commit {commits}"
 
 
+def finish(heads: Sequence[str], lines: Sequence[Sequence[str]], name: str) -> str:
+    return "\n".join([*make_table(heads, lines), "", note(name) + ".", ""])
+
+
 def make_attention_table() -> str:
     """TFLOP/s with 16 heads, and what they are of torch's flash and of cuDNN."""
     result = load("attention-h200.json")
@@ -52,11 +57,9 @@ def make_attention_table() -> str:
         for r in result["rows"]
         if r["case"]["sweep"] == "heads" and not r["failure"]
     }
-    lines = [
-        "| width | tokens | forward | / flash | / cuDNN | forward + backward | / flash | / cuDNN "
-        "| of the product |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["width", "tokens", "forward", "/ flash", "/ cuDNN", "forward + backward", "/ flash",
+             "/ cuDNN", "of the product"]  # fmt: skip
+    lines = []
     for dim, seq, backend in rows:
         if backend != "triton":
             continue
@@ -66,8 +69,8 @@ def make_attention_table() -> str:
             cells.append(f"{ours[name]:.0f}")
             cells += [f"{ours[name] / rows[dim, seq, b][name]:.2f}" for b in ("flash", "cudnn")]
         cells.append(f"{ours['both'] / result['ceilings_tflops']['bf16']:.0%}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", note("attention-h200.json") + ".", ""])
+        lines.append(cells)
+    return finish(heads, lines, "attention-h200.json")
 
 
 def make_attention_step_table() -> str:
@@ -77,15 +80,13 @@ def make_attention_step_table() -> str:
     rates = {
         (r["backend"], r["batch"], r["seq"]): r.get("tokens_per_second") for r in result["rows"]
     }
-    lines = [
-        "| backend | " + " | ".join(f"{b} x {t:,}" for b, t in shapes) + " |",
-        "|---" * (len(shapes) + 1) + "|",
-    ]
+    heads = ["backend", *(f"{b} x {t:,}" for b, t in shapes)]
+    lines = []
     for backend in dict.fromkeys(r["backend"] for r in result["rows"]):
         cells = (rates[backend, *shape] for shape in shapes)
         words = ("out of memory" if rate is None else f"{rate / 1e3:.0f} k" for rate in cells)
-        lines.append(f"| {backend} | " + " | ".join(words) + " |")
-    return "\n".join([*lines, "", note("attention-step-h200.json") + ".", ""])
+        lines.append([backend, *words])
+    return finish(heads, lines, "attention-step-h200.json")
 
 
 def make_one_head_table() -> str:
@@ -110,30 +111,30 @@ def make_one_head_table() -> str:
     sides = [
         (kind, backend) for kind in ("bf16", "fp32", "tf32") for backend in ("triton", "plain")
     ]
-    lines = [
-        "| tokens | bf16 | plain | fp32 | plain | tf32 | plain | MiB: bf16 | fp32 | plain fp32 |",
-        "|---" * 10 + "|",
-    ]
+    heads = ["tokens", "bf16", "plain", "fp32", "plain", "tf32", "plain", "MiB: bf16", "fp32",
+             "plain fp32"]  # fmt: skip
+    lines = []
     for seq in sorted({key[0] for key in rows}):
         cells = [f"{seq:,}", *(cell(seq, *side) for side in sides)]
         cells += [bytes_of(seq, *side) for side in (sides[0], sides[2], sides[3])]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", note("attention-h200.json") + ".", ""])
+        lines.append(cells)
+    return finish(heads, lines, "attention-h200.json")
 
 
 def make_plain_attention_table() -> str:
     """Tables 4 and 5 at their longest: ms of both passes and the peak beyond the inputs."""
     found = [r for r in load("attention-h200.json")["rows"] if r["case"]["sweep"] == "tables45"]
     longest = max(r["case"]["seq"] for r in found)
-    lines = ["| width | ours | | compiled | | eager | |", "|---" * 7 + "|"]
+    heads = ["width", "ours", "", "compiled", "", "eager", ""]
+    lines = []
     for dim in sorted({r["case"]["dim"] for r in found}):
         cells = [str(dim)]
         for backend in ("triton", "compiled", "plain"):
             (row,) = (r for r in found if (r["case"]["dim"], r["case"]["seq"]) == (dim, longest)
                       and r["case"]["backend"] == backend)  # fmt: skip
             cells += [f"{row['ms']['both']:.1f} ms", f"{row['peak_bytes'] / 2**20:,.0f} MiB"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", note("attention-h200.json") + ".", ""])
+        lines.append(cells)
+    return finish(heads, lines, "attention-h200.json")
 
 
 def make_of_steps(make: step_tables.Make, names: tuple[str, ...]) -> str:

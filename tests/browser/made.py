@@ -14,7 +14,7 @@ from shardwise.description.cluster import Cluster, Device, Host, Level, MatmulRa
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
-    Pass,
+    PassFacts,
     UnitDescription,
     UnitSegment,
 )
@@ -35,8 +35,10 @@ def cluster(bytes_per_s: float = 12e9) -> Cluster:
 
 
 def model(blocks: int = 8) -> ModelDescription:
-    def part(seconds: float, peak: int, net: int) -> Pass:
-        return Pass((KernelFact("matmul", seconds * 1e12, 0.0, "float32", (8, 8, 8)),), peak, net)
+    def part(seconds: float, peak: int, net: int) -> PassFacts:
+        return PassFacts(
+            (KernelFact("matmul", seconds * 1e12, 0.0, "float32", (8, 8, 8)),), peak, net
+        )
 
     return ModelDescription(
         "m",

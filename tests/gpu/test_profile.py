@@ -31,20 +31,20 @@ def run_profile(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from shardwise.emulation.collectives import Network, emulate
-    from shardwise.emulation.models import Shape, make_model
-    from shardwise.lab import engines, step
-    from shardwise.lab.engines import Precision
+    from shardwise.lab.steps import engines
+    from shardwise.lab.steps.engines import Precision
     from shardwise.profiling.collect import profile
     from shardwise.profiling.footprint import free_device
+    from shardwise.trainer.model import make_model
+    from shardwise.trainer.sizes import bench_size
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     free_device()
-    shape = Shape(layers, 2048, 5632, 16, 32000, fused_qkv=True)
+    shape = bench_size(layers, 2048, 5632, 16, 32000, fused_qkv=True)
     wraps = {**engines.OURS, "torch": engines.wrap_theirs}
     wrapped = wraps[kind](make_model(shape, "cuda"), "zero3", Precision("bfloat16", "float32"))
-    case = step.Case("profile", shape, batch, 2048, ("zero3",), 3, 3)
-    run = wrapped.step_on(*step._make_tokens(case, "cuda", batch, 2048))
+    run = wrapped.step_on(*engines.draw_tokens(shape, batch, 2048, "cuda"))
     network = Network(gigabytes * 1e9, 20e-6)
     with emulate(network):
         for _ in range(3):

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from shardwise.cli import main
 from shardwise.description.cluster import Cluster
-from shardwise.lab.accuracy import rows as accuracy
+from shardwise.lab.accuracy import run as accuracy
 from shardwise.lab.accuracy import seeds as accuracy_seeds
 from shardwise.lab.accuracy.calibrate import Calibration
 from shardwise.lab.accuracy.cases import CASES
-from shardwise.lab.accuracy.docs import draw_plot, write_docs
-from shardwise.lab.accuracy.gpu import describe_case, predict, sizes_of
+from shardwise.lab.accuracy.device import describe_case, predict, widths_of
+from shardwise.lab.accuracy.page import draw_plot, error_of, summarize, write_page
 from shardwise.lab.accuracy.replay import PAUSE_S, Beside, in_step_order, replay
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -27,7 +27,7 @@ def test_seed_000_is_within_5_percent_of_each_mode() -> None:
     rows = list(accuracy_seeds.rows_000())
     assert [row["mode"] for row in rows] == list(accuracy_seeds.FFN_REPORTED_MS)
     for row in rows:
-        assert abs(accuracy.error_of(row, "ms") or 1) < 0.05
+        assert abs(error_of(row, "ms") or 1) < 0.05
         assert sum(row["breakdown_ms"].values()) == pytest.approx(row["predicted_ms"])
 
 
@@ -76,16 +76,23 @@ def test_there_are_enough_configurations_of_every_kind() -> None:
     assert len(held_out) >= 8 and len({case.name for case in CASES}) == len(CASES)
     for choices in (
         {case.strategy for case in held_out},
-        {case.shape for case in held_out},
+        {case.size for case in held_out},
         {case.batch * case.length for case in held_out},
         {case.precision for case in held_out},
         {case.network for case in held_out},
     ):
         assert len(choices) >= 3
     assert {case.checkpoint for case in held_out} == {"none", "nonreentrant"}
-    build = {(c.strategy, c.shape, c.batch, c.length, c.checkpoint, c.settings) for c in CASES[:6]}
+    build = {(c.strategy, c.size, c.batch, c.length, c.checkpoint, c.settings) for c in CASES[:6]}
     for case in held_out:
-        key = (case.strategy, case.shape, case.batch, case.length, case.checkpoint, case.settings)
+        key = (
+            case.strategy,
+            case.size,
+            case.batch,
+            case.length,
+            case.checkpoint,
+            case.settings,
+        )
         assert key not in build
 
 
@@ -103,9 +110,9 @@ def fake_group(no_group):
 def test_the_device_part_runs_and_goes_on_where_it_stopped(fake_group, tmp_path: Path) -> None:
     path = tmp_path / "accuracy.json"
     chosen = [case for case in CASES if case.name in ("b1", "b2", "h5", "h6")]
-    results = accuracy.Results.open(path, {}, "")
+    results = accuracy.Results(path, {}, "")
     accuracy.run_device(results, "cpu", quick=True, cases=chosen[:2])
-    again = accuracy.Results.open(path, {}, "")
+    again = accuracy.Results(path, {}, "")
     assert [row["case"] for row in again.rows] == ["b1", "b2"] and again.calibration["device"]
     accuracy.run_device(again, "cpu", quick=True, cases=chosen)
     held = json.loads(path.read_text())
@@ -123,15 +130,15 @@ def test_a_failing_case_does_not_cost_the_others(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(accuracy, "run_case", fail)
-    results = accuracy.Results.open(tmp_path / "a.json", {}, "")
+    results = accuracy.Results(tmp_path / "a.json", {}, "")
     results.calibration["device"] = {
         "kernel_s": 1e-6, "stream_bytes_per_s": 1e9, "copy_rates": {}, "op_s": 1e-6,
         "unit_s": 1e-6, "whole_unit_s": 1e-6, "library_bytes": 0,
     }  # fmt: skip
     accuracy.run_device(results, "cpu", quick=True, cases=CASES[:2])
     assert [row["error"] for row in results.rows] == ["out of memory"] * 2
-    assert any("failed: b1, b2" in line for line in accuracy.summarize(results.rows))
-    assert not accuracy.Results.open(tmp_path / "a.json", {}, "").rows
+    assert any("failed: b1, b2" in line for line in summarize(results.rows))
+    assert not accuracy.Results(tmp_path / "a.json", {}, "").rows
 
 
 def test_memory_of_the_committed_h200_steps() -> None:
@@ -143,9 +150,9 @@ def test_memory_of_the_committed_h200_steps() -> None:
     base = Cluster.load("h200x8")
     flat = Calibration(1e-6, 4e12, {}, 1e-5, 1e-4, 1e-4, 0)
     for batch, name in ((4, "h200-4x2048-free"), (1, "h200-1x2048-free")):
-        case = CASES[0].__class__("x", "build", CASES[0].shape, "zero3", batch, 2048)
+        case = CASES[0].__class__("x", "build", CASES[0].size, "zero3", batch, 2048)
         predicted = predict(case, describe_case(case, "cuda"), flat, base, "cuda")
-        assert predicted.peak_bytes == pytest.approx(measured[name], rel=0.03)
+        assert predicted.peak().total == pytest.approx(measured[name], rel=0.03)
 
 
 def test_time_of_the_committed_h200_steps() -> None:
@@ -166,21 +173,21 @@ def test_time_of_the_committed_h200_steps() -> None:
 def test_the_shipped_file_predicts_the_committed_h200_steps(capsys) -> None:
     """What `shardwise plan` gives, ddp included: +19.5 and +30.7 % when a cast cost a gather."""
     measured = json.loads((RESULTS / "accuracy-h200.json").read_text())["rows"]
-    results = accuracy.Results.open(None, {}, "")
-    accuracy.run(["shipped"], results, measured=measured)
-    errors = {row["case"]: accuracy.error_of(row, "ms") for row in results.rows}
+    results = accuracy.Results(None, {}, "")
+    accuracy.run_parts(["shipped"], results, measured=measured)
+    errors = {row["case"]: error_of(row, "ms") for row in results.rows}
     assert len(errors) == len(CASES) == 17
     assert max(map(abs, errors.values())) < 0.10
     assert sum(map(abs, errors.values())) / 17 < 0.03
     for name in ("b3", "h5"):
         assert abs(errors[f"h200x8-measured {name}"]) < 0.05
-    assert max(abs(accuracy.error_of(row, "bytes") or 1) for row in results.rows) < 0.03
-    assert "--cluster h200x8-measured" in accuracy.summarize(results.rows)[0]
+    assert max(abs(error_of(row, "bytes") or 1) for row in results.rows) < 0.03
+    assert "--cluster h200x8-measured" in summarize(results.rows)[0]
     # The page has these rows.
     page = (RESULTS.parents[1] / "docs" / "accuracy.md").read_text()
     for row in results.rows:
         assert f"| {row['case']} | {row['mode']} | {row['predicted_ms']:.1f} ms |" in page
-    accuracy.run(["shipped"], accuracy.Results.open(None, {}, ""))
+    accuracy.run_parts(["shipped"], accuracy.Results(None, {}, ""))
     assert "skipped" in capsys.readouterr().err
 
 
@@ -205,7 +212,7 @@ def test_a_replay_times_every_pass_of_the_step() -> None:
         time.sleep(3 * PAUSE_S)
 
     beside = Beside(1e-4, 1e9, pauses=5 * PAUSE_S, pause=pause)
-    found = replay(described, sizes_of(case), "cpu", beside, settle_s=0.0, timed_s=0.0)
+    found = replay(described, widths_of(case), "cpu", beside, settle_s=0.0, timed_s=0.0)
     assert [id(part) for part, _ in found.passes] == [id(part) for part in order]
     seconds = {part.kernels: s for part, s in found.passes}
     assert len(seconds) < len(order) and all(s > 0 for s in seconds.values())
@@ -221,7 +228,7 @@ def test_a_slower_clock_makes_the_emulated_network_slower() -> None:
     traced = describe_case(case, "cuda")
     flat = Calibration(1e-6, 4e12, {}, 1e-6, 1e-6, 1e-6, 0)
     base = Cluster.load("h200x8")
-    steps = [predict(case, traced, flat, base, "cuda", slowdown=s).timeline for s in (1.0, 1.2)]
+    steps = [predict(case, traced, flat, base, "cuda", slowdown=s) for s in (1.0, 1.2)]
     exposed = [step.breakdown().exposed_transfer for step in steps]
     assert exposed[1] > exposed[0]
     assert steps[0].breakdown().compute == steps[1].breakdown().compute
@@ -257,7 +264,7 @@ def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
     assert "Seeds (simulated) and One GPU: G1, torch 2.11, commit c0ffee." in text
     assert (tmp_path / "accuracy.svg").read_text() == draw_plot(rows)
     assert "&lt;a&gt;" in draw_plot(rows)
-    write_docs(page, {"rows": [], "environment": {"torch": "t", "commit": "c", "cpu": "x"}})
+    write_page(page, {"rows": [], "environment": {"torch": "t", "commit": "c", "cpu": "x"}})
 
 
 def test_unknown_cases_are_told(capsys) -> None:

@@ -10,14 +10,15 @@ import torch
 
 from shardwise.cli import main
 from shardwise.emulation.collectives import Network
-from shardwise.emulation.models import LM, Shape, make_model
 from shardwise.emulation.run import joined
-from shardwise.lab import engines, step
-from shardwise.lab.engines import OPTIMIZER, Wrapped, largest_difference
+from shardwise.lab.steps import cases, compare, engines
+from shardwise.lab.steps.engines import OPTIMIZER, Wrapped, largest_difference
 from shardwise.profiling import footprint, timing
-from shardwise.profiling.timing import Row, Sample, Side
+from shardwise.profiling.timing import Sample, Side
+from shardwise.trainer.model import LM, make_model
+from shardwise.trainer.sizes import BENCH, bench_size
 
-TINY = Shape(layers=2, d_model=8, d_ff=16, heads=2, vocab=11)
+TINY = bench_size(layers=2, d_model=8, d_ff=16, heads=2, vocab=11)
 
 
 def test_spread_is_the_interquartile_range_or_of_few_values_the_whole():
@@ -29,16 +30,16 @@ def test_spread_is_the_interquartile_range_or_of_few_values_the_whole():
 def test_ratios_are_ours_over_theirs():
     ours = Side.of([Sample(2, 1), Sample(4, 1), Sample(900, 1)], peak_bytes=30)
     theirs = Side.of([Sample(8, 4)], peak_bytes=20)
-    row = Row.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
-    assert (row.step_ratio, row.cpu_ratio, row.memory_ratio) == (0.5, 0.25, 1.5)
-    assert row.device_ratio is None and row.reserved_ratio is None  # no device told of them
+    row = compare.compare_sides(ours, theirs)
+    assert (row["step_ratio"], row["cpu_ratio"], row["memory_ratio"]) == (0.5, 0.25, 1.5)
+    assert row["device_ratio"] is None and row["reserved_ratio"] is None  # no device told of them
 
 
 def test_a_device_has_a_time_of_its_own_and_a_reserve():
     ours = Side.of([Sample(9, 9)], 30, device=[3, 1, 2], reserved_bytes=80)
     theirs = Side.of([Sample(9, 9)], 30, device=[8], reserved_bytes=40)
-    row = Row.of(ours, theirs, case="c", strategy="s", peer="p", parity=None, settings={})
-    assert (row.step_ratio, row.device_ratio, row.reserved_ratio) == (1, 0.25, 2)
+    row = compare.compare_sides(ours, theirs)
+    assert (row["step_ratio"], row["device_ratio"], row["reserved_ratio"]) == (1, 0.25, 2)
     assert (ours.device_ms, ours.device_spread_ms) == (2, 2)
 
 
@@ -79,8 +80,8 @@ def test_a_device_is_timed_with_its_host_ahead(monkeypatch):
 @pytest.mark.usefixtures("no_group")
 def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
     """The same path, with a device that a CPU plays."""
-    family = dataclasses.replace(step.FAMILIES["h200"], device="cpu")
-    case = step.Case("c", TINY, 1, 8, ("zero3",), steps=7, warmup=1, network=Network())
+    family = dataclasses.replace(cases.FAMILIES["h200"], device="cpu")
+    case = cases.StepCase("c", TINY, 1, 8, ("zero3",), steps=7, warmup=1, network=Network())
     ahead = iter(range(1, 100))
 
     def play(run, answer):
@@ -93,15 +94,15 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
     monkeypatch.setattr(footprint, "peaks_on_cuda", lambda run: play(run, (700, 3000)))
     monkeypatch.setattr(timing, "time_on_cuda", timing.time_on_host(lambda: None))
     monkeypatch.setattr(timing, "time_ahead", lambda run, *_: play(run, (float(next(ahead)), None)))
-    with joined(0, 8), step._network(case) as emulation:
+    with joined(0, 8), case.open_network() as emulation:
         monkeypatch.setattr(emulation, "links_of", lambda device: SimpleNamespace(delay=None))
-        sides, _, settings = step._measure_on_gpu(family, case, "zero3", emulation)
+        sides, _, settings = compare._measure_on_gpu(family, case, "zero3", emulation)
     # Five blocks of two steps each, the candidates in turn: 1 2, 5 6, 9 10, ... are ours.
     assert (sides["ours"].device_ms, sides["theirs"].device_ms) == (9.5, 11.5)
     for side in sides.values():
         assert (side.peak_bytes, side.reserved_bytes) == (600, 2000)
         assert side.collectives > 0 and side.device_spread_ms > 0
-    assert settings["blocks"] == step.BLOCKS == 5
+    assert settings["blocks"] == compare.BLOCKS == 5
 
 
 def test_candidates_take_turns_after_their_warm_up():
@@ -148,7 +149,7 @@ def test_the_peak_of_a_trace_is_inside_the_marked_step_and_above_its_start():
 
 def test_the_large_model_is_the_design_s():
     with torch.device("meta"):
-        count = sum(p.numel() for p in LM(step.LARGE).parameters())
+        count = sum(p.numel() for p in LM(BENCH, 8).parameters())
     assert round(count / 1e9, 2) == 0.95
 
 
@@ -163,13 +164,13 @@ def test_models_that_part_are_not_timed():
         "theirs": _plain(make_model(TINY, "cpu")),
     }
     steps = {name: candidate.step_on(tokens, tokens) for name, candidate in candidates.items()}
-    assert step._check_parity(candidates, steps, "case", "zero3") == 0
+    assert compare._check_parity(candidates, steps, "case", "zero3") == 0
     with torch.no_grad():
         candidates["ours"].model.head.weight[0, 0] += 1
     worst, where = largest_difference(candidates["ours"].model, candidates["theirs"].model)
     assert worst > 0.5 and where == "head.weight"
-    with pytest.raises(step.BenchmarkError, match="nothing was timed"):
-        step._check_parity(candidates, steps, "case", "zero3")
+    with pytest.raises(compare.BenchmarkError, match="nothing was timed"):
+        compare._check_parity(candidates, steps, "case", "zero3")
 
 
 def test_nan_is_no_parity():
@@ -181,9 +182,9 @@ def test_nan_is_no_parity():
 
 
 def test_options_cut_the_cases():
-    family = step.Options(strategies=("ddp",), steps=7).apply(step.FAMILIES["gloo2"])
+    family = cases.StepChoice(strategies=("ddp",), steps=7).apply(cases.FAMILIES["gloo2"])
     assert [(case.strategies, case.steps) for case in family.cases] == [(("ddp",), 7)]
-    assert step.Options(strategies=("ddp",)).apply(step.FAMILIES["fake8"]).cases == ()
+    assert cases.StepChoice(strategies=("ddp",)).apply(cases.FAMILIES["fake8"]).cases == ()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_help_teaches_the_cases_without_torch():
         "assert 'torch' not in sys.modules\n"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(name in shown.stdout for name in step.FAMILIES)
+    assert all(name in shown.stdout for name in cases.FAMILIES)
     assert "examples:\n  shardwise bench step" in shown.stdout
 
 
@@ -238,12 +239,13 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.engine import torch_private as versions
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.lab import engines
-from shardwise.emulation.models import Shape, make_model
+from shardwise.lab.steps import engines
+from shardwise.trainer.model import make_model
+from shardwise.trainer.sizes import bench_size
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 tokens = torch.arange(6).view(1, 6)
-shape = Shape(layers=3, d_model=8, d_ff=16, heads=2, vocab=11)
+shape = bench_size(layers=3, d_model=8, d_ff=16, heads=2, vocab=11)
 before = dist.all_reduce
 with emulate(Network(bandwidth=1e9, latency=1e-6)) as network:
     for wrap in (engines.wrap_ours, engines.wrap_theirs):

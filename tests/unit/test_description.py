@@ -14,7 +14,7 @@ from shardwise import Plan
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
-    Pass,
+    PassFacts,
     UnitDescription,
     UnitSegment,
 )
@@ -377,10 +377,10 @@ def test_values_check_themselves() -> None:
     with pytest.raises(ValueError, match="matmul kernel has 3 sizes"):
         KernelFact("matmul", 1, 1, "float32", shape=(1, 2))
     with pytest.raises(ValueError, match="peak_bytes 3 is below net_bytes 4"):
-        Pass(peak_bytes=3, net_bytes=4)
+        PassFacts(peak_bytes=3, net_bytes=4)
     with pytest.raises(ValueError, match="dtype 'float7'"):
         ParameterSpec("w", (1,), "float7")
-    segment = UnitSegment(1, Pass(), Pass(), 0, 0, 0)
+    segment = UnitSegment(1, PassFacts(), PassFacts(), 0, 0, 0)
     unit = UnitDescription("a", ("a",), (), (segment,))
     with pytest.raises(ValueError, match=r"positions \[1\], expected each of 0 to 0 once"):
         ModelDescription("m", (unit,))

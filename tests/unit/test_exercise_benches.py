@@ -13,22 +13,23 @@ import pytest
 import torch
 
 from shardwise.cli import main
-from shardwise.emulation.models import Shape, make_model
 from shardwise.errors import UserError
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import summarize
-from shardwise.lab.exercises.fresh import run_fresh
-from shardwise.lab.exercises.memory import Subject
-from shardwise.lab.exercises.memory_trace import (
+from shardwise.lab.exercises.memory.peaks import MeasuredModel
+from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
-    Allocation,
+    HeldMemory,
     group_by_name,
     read_trace,
     thin_out,
 )
-from shardwise.lab.exercises.sizes import Case, explain_failure
+from shardwise.lab.exercises.models import ModelCase
+from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile
+from shardwise.trainer.model import make_model
+from shardwise.trainer.sizes import Size
 
 CPU = {"environment": {"gpu": None}}
 
@@ -41,19 +42,21 @@ def read(path: Path) -> list[dict]:
 
 
 def test_the_seeds_shapes_are_those_its_figures_imply():
-    case = Case("2.7b", "fp32")
-    assert case.batch * 128 * case.shape.d_model * 4 == 5 * 2**20  # its residual stream
-    assert case.shape.d_model * case.shape.d_ff * 4 == 100 * 2**20  # its largest allocation
+    case = ModelCase("2.7b", "fp32")
+    assert case.batch * 128 * case.model_size.d_model * 4 == 5 * 2**20  # its residual stream
+    assert (
+        case.model_size.d_model * case.model_size.d_ff * 4 == 100 * 2**20
+    )  # its largest allocation
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in make_model(case.shape, "meta").parameters())
+        parameters = sum(p.numel() for p in make_model(case.model_size, "meta").parameters())
     assert 16 * parameters / 1e9 == pytest.approx(seed004.TABLE_3[128][1], rel=0.02)
 
 
 def test_plain_attention_is_the_fused_one():
     tokens = torch.arange(12).view(2, 6)
     logits = [
-        make_model(Shape(2, 16, 32, 2, 32, rotary=True, plain_attention=plain), "cpu")(tokens)
-        for plain in (True, False)
+        make_model(Size(16, 32, 2, 2, 2, 32, attention=attention), "cpu")(tokens)
+        for attention in ("plain", "torch")
     ]
     torch.testing.assert_close(*logits)
 
@@ -61,7 +64,7 @@ def test_plain_attention_is_the_fused_one():
 def test_rotary_positions_tell_orders_apart():
     orders = torch.tensor([[1, 2, 3], [2, 1, 3]])
     for rotary in (False, True):
-        model = make_model(Shape(1, 16, 32, 2, 32, rotary=rotary), "cpu")
+        model = make_model(Size(16, 32, 1, 2, 2, 32, rotary=rotary), "cpu")
         one, other = model(orders)[:, -1]
         # Without positions the last token sees a set, with them a sequence.
         assert (one - other).abs().max() > 1e-4 if rotary else torch.allclose(one, other, atol=1e-6)
@@ -196,7 +199,7 @@ def test_a_trace_names_what_is_held_by_module_operator_and_parameter():
 
 
 def test_layers_are_one_group_and_thinning_keeps_the_extremes():
-    groups = group_by_name([Allocation(8, 0, what=f"layers.{i}.up: linear") for i in range(3)])
+    groups = group_by_name([HeldMemory(8, 0, what=f"layers.{i}.up: linear") for i in range(3)])
     assert groups == [{"what": "layers.*.up: linear", "count": 3, "each": 8, "total": 24}]
     totals = [0] * 500
     totals[333] = 7
@@ -206,8 +209,8 @@ def test_layers_are_one_group_and_thinning_keeps_the_extremes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's allocations")
 def test_the_peak_of_a_step_is_made_of_parameters_moments_and_gradients():
-    case = Case("small", "fp32", context=4, quick=True)
-    row = Subject("small", "fp32", "plain", quick=True).measure(case, "step", with_curve=True)
+    case = ModelCase("small", "fp32", context=4, quick=True)
+    row = MeasuredModel(case).measure(case, "step", with_curve=True)
     parameters = row["parameter_bytes"]
     first, second = row["peaks"]
     for peak in (first, second):
@@ -220,7 +223,7 @@ def test_the_peak_of_a_step_is_made_of_parameters_moments_and_gradients():
     assert phases == ["forward", "backward", "optimizer"] * 2
     assert max(row["curve"]["mib"]) == pytest.approx(second["bytes"] / 2**20, abs=0.2)
     named = {group["what"] for peak in (first, second) for group in peak["held"]}
-    assert "gradient of layers.*.gate.weight" in named
+    assert "gradient of layers.*.feed_forward.gate.weight" in named
 
 
 def test_memory_of_a_forward_pass_exceeds_inference_and_is_drawn(tmp_path):
@@ -266,7 +269,7 @@ def test_naive_communication_starts_after_backward_and_is_drawn(tmp_path):
     phases = [phase for _, phase, _, _ in row["compute"]]
     assert phases == ["forward"] * 3 + ["backward"] * 3 + ["waiting", "optimizer"]
     assert not inside
-    model = Case("small", "fp32", quick=True).make_model()
+    model = ModelCase("small", "fp32", quick=True).make_model()
     assert len(row["messages"]) == len(list(model.parameters()))
     sent = sum(nbytes for nbytes, *_ in row["messages"])
     # Each with eight numbers behind it that say who produced a gradient.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.lab.gather import MODES, measure
+from shardwise.lab.steps.gather import MODES, measure
 
 
 def test_every_mode_is_timed_for_every_size() -> None:

@@ -55,6 +55,7 @@ def test_an_unknown_preset_names_the_nearest():
         ({"heads": 5}, "d_model must be heads times an even width"),
         ({"kv_heads": 3}, "heads must be a multiple of kv_heads"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"kv_heads": 2, "fused_qkv": True}, "need as many kv_heads as heads"),
     ],
 )
 def test_a_size_checks_itself(change, message):

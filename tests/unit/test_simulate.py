@@ -18,7 +18,7 @@ from shardwise.description.cluster_toml import load_cluster
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
-    Pass,
+    PassFacts,
     UnitDescription,
     UnitSegment,
 )
@@ -47,9 +47,9 @@ CLUSTER = Cluster("c", DEVICE, (LINK,), Host(0.0, 0.0, 0.0))
 
 
 def model(blocks: int = 4, forward_s: float = 10 * MS, backward_s: float = 20 * MS) -> ModelDescription:  # fmt: skip  # noqa: E501
-    def part(seconds: float, peak: int, net: int) -> Pass:
+    def part(seconds: float, peak: int, net: int) -> PassFacts:
         flops = seconds * 1e12
-        return Pass((KernelFact("matmul", flops, 0.0, "float32", (8, 8, 8)),), peak, net)
+        return PassFacts((KernelFact("matmul", flops, 0.0, "float32", (8, 8, 8)),), peak, net)
 
     units = tuple(
         UnitDescription(

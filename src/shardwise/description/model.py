@@ -67,7 +67,7 @@ class KernelFact:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassFacts:
     """One direction of a segment: its kernels, and its activation bytes relative to its start.
 
     `peak_bytes` is the most activation bytes at any moment inside, above those at its start;
@@ -111,13 +111,13 @@ class UnitSegment:
     """
 
     position: Natural  # in the forward order of the model's segments
-    forward: Pass
-    backward: Pass
+    forward: PassFacts
+    backward: PassFacts
     saved_bytes: Natural
     input_bytes: Natural
     output_bytes: Natural
     checkpointed: bool = False
-    recompute: Pass = field(default_factory=Pass)
+    recompute: PassFacts = field(default_factory=PassFacts)
 
     def __post_init__(self) -> None:
         check_bounds(self)

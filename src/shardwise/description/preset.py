@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model's sizes. `heads`, `kv_heads`, `vocab` and `tied` are an lm's; `gated` and `residual`
-    an ffn's.
+    """A model's sizes. `heads`, `kv_heads`, `vocab`, `tied` and `rope_theta` are an lm's; `gated`
+    and `residual` an ffn's.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Preset:
     kv_heads: OneOrMore = 1
     vocab: OneOrMore = 1
     tied: bool = False
+    rope_theta: float = 10_000.0
     gated: bool = True
     residual: bool = True
     source: str = ""

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
-from shardwise.emulation.models import LARGE, LM, OPTIMIZER, compute_loss
 from shardwise.engine.api import (
     shard,
 )
@@ -39,6 +38,8 @@ from shardwise.errors import UserError
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.planning.strategies import STRATEGIES
 from shardwise.profiling.timing import Step
+from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
+from shardwise.trainer.sizes import BENCH as BENCH_SIZE
 
 BENCH = "bench"  # the benchmarks' own model, 0.95 B parameters
 ENGINES = ("shardwise", "torch")
@@ -64,7 +65,7 @@ class Subject:
         if self.preset is not None:
             return self.preset.build(self.length)
         with torch.device("meta"):
-            return LM(LARGE)
+            return LM(BENCH_SIZE, self.length)
 
     def draw_inputs(self, device: torch.device) -> Inputs:
         draw = torch.Generator().manual_seed(1)
@@ -72,7 +73,7 @@ class Subject:
         if preset is not None and preset.kind == "ffn":
             like = preset.inputs(Workload(self.length, self.batch))
             return tuple(torch.randn(x.shape, generator=draw).to(device) for x in like)
-        vocab = LARGE.vocab if preset is None else preset.vocab
+        vocab = BENCH_SIZE.vocab if preset is None else preset.vocab
         both = torch.randint(0, vocab, (2, self.batch, self.length), generator=draw).to(device)
         return both[0], both[1]
 

@@ -63,7 +63,7 @@ class Lane:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def follow(self, other: Lane) -> None:
+    def wait_for(self, other: Lane) -> None:
         """Queue what follows on this lane after what `other` has."""
         if self.stream is not None and other.stream is not None:
             self.stream.wait_stream(other.stream)
@@ -265,7 +265,7 @@ class TensorExecutor:
     def all_reduce(self, reduction: TensorReduction) -> None:
         unit, lane = reduction.unit, self.replicas
         self._crossed = True
-        lane.follow(self.scatters)
+        lane.wait_for(self.scatters)
         with _range("reduce", unit.name), lane.behind_compute():
             handle = unit.mesh.replicate.all_reduce(_tensor(reduction.held))
         self._issued(reduction, lane, handle)

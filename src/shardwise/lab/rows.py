@@ -1,17 +1,33 @@
-"""The rows of a long benchmark: written after each, taken up again, stopped when the time is up."""
+"""The rows of a benchmark: written after each, taken up again, stopped when the time is up."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.errors import UserError
-from shardwise.profiling.results import read_json
+from shardwise.profiling.results import Row, read_json, write_json
+from shardwise.profiling.timing import describe_environment
 
-Row = dict[str, Any]
+Item = TypeVar("Item")
+
+
+def say(message: str) -> None:
+    """Progress, beside the output proper; of ranks, the first one speaks."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+def describe_run(arguments: argparse.Namespace, **facts: Any) -> dict[str, Any]:
+    """What a file of results says of all its rows."""
+    commit = getattr(arguments, "commit", None)
+    return {"environment": describe_environment(commit), "command": arguments.typed, **facts}
 
 
 class RowFile:
@@ -23,20 +39,29 @@ class RowFile:
         facts: dict[str, Any],
         resume: bool = False,
         budget: float | None = None,
+        key_of: Callable[[Row], Any] = lambda row: row.get("key"),
     ) -> None:
         """Start empty, or with what the file has: rows of this hardware and of this kind of run."""
-        self.path, self.facts, self.budget = path, facts, budget
+        self.path, self.facts, self.budget, self.key_of = path, facts, budget, key_of
         self.rows: list[Row] = read_rows(path) if resume else []
         self.began = time.monotonic()
         if self.rows and path is not None:
             before = read_json(path)
             self._check_same(path, before)
-            self._sign(before["environment"].get("commit"))
+            commit = before["environment"].get("commit")
+            # Rows of another commit than this run's say so themselves.
+            if commit != facts["environment"].get("commit"):
+                self.rows = [{"commit": commit, **row} for row in self.rows]
 
-    def _sign(self, commit: str | None) -> None:
-        """Rows of another commit than this run's say so themselves."""
-        if commit != self.facts["environment"].get("commit"):
-            self.rows = [{"commit": commit, **row} for row in self.rows]
+    @classmethod
+    def of(
+        cls, arguments: argparse.Namespace, key_of: Callable[[Row], Any] | None = None, **facts: Any
+    ) -> RowFile:
+        """As the options of a benchmark that is measured row by row say."""
+        trial = {"quick": True} if arguments.quick else {}
+        known = describe_run(arguments, **trial, **facts)
+        more = {} if key_of is None else {"key_of": key_of}
+        return cls(arguments.json, known, arguments.resume, arguments.budget, **more)
 
     def _check_same(self, path: Path, before: dict[str, Any]) -> None:
         for name, get in (
@@ -53,7 +78,16 @@ class RowFile:
 
     def __contains__(self, key: str) -> bool:
         """Whether there is a row of this key."""
-        return any(row.get("key") == key for row in self.rows)
+        return any(self.key_of(row) == key for row in self.rows)
+
+    def missing(self, items: Iterable[Item], key: Callable[[Item], str]) -> Iterator[Item]:
+        """The items that have no row, until the time is up."""
+        for item in items:
+            if key(item) in self:
+                continue
+            if self.time_is_up():
+                return
+            yield item
 
     def time_left(self) -> float | None:
         """Seconds of the budget that are left, if there is one."""
@@ -71,21 +105,19 @@ class RowFile:
 
     def add(self, row: Row) -> None:
         """Keep a row in place of one of the same key, and write the file."""
-        key = row.get("key")
-        self.rows = [old for old in self.rows if key is None or old.get("key") != key] + [row]
-        if self.path is None:
-            return
-        head = json.dumps(self.facts, indent=1).removesuffix("\n}")
-        rows = ",\n".join(json.dumps(row) for row in self.rows)
-        whole = self.path.with_name(self.path.name + ".part")
-        whole.write_text(f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
-        whole.replace(self.path)
+        key = self.key_of(row)
+        self.rows = [old for old in self.rows if key is None or self.key_of(old) != key] + [row]
+        self.write()
+
+    def write(self) -> None:
+        if self.path is not None:
+            write_json(self.path, **({"command": ""} | self.facts), rows=self.rows)
 
 
 def _benchmark(facts: dict[str, Any]) -> str:
     """Its name, as the command that is kept has it; nothing where none is."""
-    words = str(facts.get("command", "")).split()
-    return words[2] if words[:2] == ["shardwise", "bench"] and len(words) > 2 else ""
+    typed = str(facts.get("command", "")).split()
+    return typed[2] if typed[:2] == ["shardwise", "bench"] and len(typed) > 2 else ""
 
 
 def read_rows(path: Path | None) -> list[Row]:
@@ -95,15 +127,16 @@ def read_rows(path: Path | None) -> list[Row]:
     return read_json(path)["rows"]
 
 
-def measured_elsewhere(path: Path | None) -> bool:
-    """Whether a file's rows are a GPU's, and there is none here: they can only be shown."""
+def only_draw(arguments: argparse.Namespace, draw: Callable[[list[Row]], str]) -> bool:
+    """Draw the rows of a GPU's file if asked to go on with it and there is no GPU here; whether it
+    was so.
+    """
     import torch
 
-    if path is None or not path.exists() or torch.cuda.is_available():
+    path: Path | None = arguments.json
+    if not arguments.resume or arguments.plot is None or torch.cuda.is_available():
         return False
-    return bool(read_json(path)["environment"].get("gpu"))
-
-
-def say(message: str) -> None:
-    """Progress, beside the output proper."""
-    print(message, file=sys.stderr, flush=True)
+    if path is None or not path.exists() or not read_json(path)["environment"].get("gpu"):
+        return False
+    arguments.plot.write_text(draw(read_rows(path)), encoding="utf-8")
+    return True

@@ -1,6 +1,6 @@
 """The schedule's verbs in bytes: what each takes and gives back, and what it moves.
 
-`PlannedExecutor` says it to a `Recorder`. One that only counts gives `explain` its figures; one
+`PlannedExecutor` says it to a `Listener`. One that only counts gives `explain` its figures; one
 that also asks what things cost gives the predictor its operations.
 """
 
@@ -58,7 +58,7 @@ class PlannedUnit(ScheduledUnit):
         return self.same_reduce
 
 
-class Recorder(Protocol):
+class Listener(Protocol):
     """Hears what an executor does. Operations have numbers; -1 is none."""
 
     phase: str
@@ -90,51 +90,51 @@ class PlannedReduction(Reduction):
 
 
 class PlannedExecutor:
-    """Tells a recorder what the engine's executor does with tensors."""
+    """Tells a listener what the engine's executor does with tensors."""
 
-    def __init__(self, plan: Plan, recorder: Recorder, ordered: bool) -> None:
-        self.plan, self.recorder, self.ordered = plan, recorder, ordered
+    def __init__(self, plan: Plan, listener: Listener, ordered: bool) -> None:
+        self.plan, self.listener, self.ordered = plan, listener, ordered
         self._ends: dict[str, int] = {}  # the last operation of each lane: scatter, replica
 
     # A unit
 
     def gather(self, unit: PlannedUnit) -> None:
-        r, sizes, ranks = self.recorder, unit.sizes, unit.shard_ranks
+        listener, sizes, ranks = self.listener, unit.sizes, unit.shard_ranks
         mode = choose_gather(self.plan.gather, len(sizes.parts), sizes.full, self.ordered)
         stages = mode == "packed" and ranks > 1
-        r.engine_work("gather" if ranks > 1 else "cast", unit.name)
+        listener.engine_work("gather" if ranks > 1 else "cast", unit.name)
         if self.ordered or not stages:
             self._allocate(unit)
-        before = r.behind_compute()
+        before = listener.behind_compute()
         if ranks == 1:
             moved = sizes.master + sizes.full
-            unit.arrives = r.copy("cast", unit.name, "gather", moved, before)
+            unit.arrives = listener.copy("cast", unit.name, "gather", moved, before)
             return
         staging = sizes.full if stages else 0
-        r.hold("temporary", staging)
+        listener.hold("temporary", staging)
         if unit.casts and not unit.piece:
             moved = sizes.master + sizes.full // ranks
-            before = (r.copy("cast", unit.name, "gather", moved, before),)
+            before = (listener.copy("cast", unit.name, "gather", moved, before),)
         axis, group = ("keep", unit.piece_ranks) if unit.piece else ("shard", ranks)
         for nbytes in sizes.parts if mode == "each" else (sizes.full,):
-            unit.arrives = r.collective(
+            unit.arrives = listener.collective(
                 "all_gather", unit.name, axis, nbytes, group, before, nbytes
             )
         if not self.ordered:
             unit.staged = staging
         elif stages:
             done = (unit.arrives,)
-            unit.arrives = r.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
-            r.hold("temporary", -staging)
+            unit.arrives = listener.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
+            listener.hold("temporary", -staging)
 
     def wait(self, unit: PlannedUnit) -> None:
-        r = self.recorder
-        r.join(unit.arrives)
+        listener = self.listener
+        listener.join(unit.arrives)
         unit.arrives = -1
         if unit.staged:
             self._allocate(unit)
-            r.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
-            r.hold("temporary", -unit.staged)
+            listener.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
+            listener.hold("temporary", -unit.staged)
             unit.staged = 0
 
     def keep_from_last_step(self, unit: PlannedUnit) -> None:
@@ -145,7 +145,7 @@ class PlannedExecutor:
     def _allocate(self, unit: PlannedUnit) -> None:
         if not unit.allocated:
             unit.allocated = True
-            self.recorder.hold("full", unit.sizes.full)
+            self.listener.hold("full", unit.sizes.full)
 
     def show(self, unit: PlannedUnit) -> None: ...
 
@@ -153,15 +153,15 @@ class PlannedExecutor:
 
     def free(self, unit: PlannedUnit) -> None:
         unit.allocated = False
-        self.recorder.hold("full", -unit.sizes.full)
+        self.listener.hold("full", -unit.sizes.full)
 
     def shrink(self, unit: PlannedUnit) -> None:
         piece = unit.sizes.full // unit.piece_ranks
-        self.recorder.hold("full", piece)
-        self.recorder.copy("keep", unit.name, COMPUTE, 2 * piece)
+        self.listener.hold("full", piece)
+        self.listener.copy("keep", unit.name, COMPUTE, 2 * piece)
 
     def forget_piece(self, unit: PlannedUnit) -> None:
-        self.recorder.hold("full", -(unit.sizes.full // unit.piece_ranks))
+        self.listener.hold("full", -(unit.sizes.full // unit.piece_ranks))
 
     # A reduce
 
@@ -169,21 +169,23 @@ class PlannedExecutor:
         """The step's first reduce overwrites; a later micro-batch's adds."""
         if unit.summed:
             return False
-        self.recorder.hold("gradients", unit.sizes.gradient)
+        self.listener.hold("gradients", unit.sizes.gradient)
         unit.summed = True
         return True
 
     def pack(self, unit: PlannedUnit, into_sums: bool, passes: bool) -> PlannedReduction:
-        r, slot, grads = self.recorder, unit.sizes.slot, unit.grads
-        r.engine_work("reduce", unit.name)
-        r.hold("slots", 0 if into_sums else slot)
-        packed = r.copy("pack", unit.name, "scatter", grads + slot, r.behind_compute())
+        listener, slot, grads = self.listener, unit.sizes.slot, unit.grads
+        listener.engine_work("reduce", unit.name)
+        listener.hold("slots", 0 if into_sums else slot)
+        packed = listener.copy(
+            "pack", unit.name, "scatter", grads + slot, listener.behind_compute()
+        )
         unit.grads = 0
         self._ends["scatter"] = packed
         return PlannedReduction(unit, grads, Held(slot, into_sums), freed=packed, last=packed)
 
     def zeros(self, unit: PlannedUnit) -> PlannedReduction:
-        self.recorder.hold("slots", unit.sizes.rows)
+        self.listener.hold("slots", unit.sizes.rows)
         return PlannedReduction(unit, 0, Held(unit.sizes.rows))
 
     def scatter(self, reduction: PlannedReduction, into_sums: bool) -> None:
@@ -191,7 +193,7 @@ class PlannedExecutor:
         if unit.shard_ranks == 1:
             return
         rows = unit.sizes.rows
-        self.recorder.hold("slots", 0 if into_sums else rows)
+        self.listener.hold("slots", 0 if into_sums else rows)
         self._collective(
             reduction, "reduce_scatter", "scatter", "shard", unit.sizes.slot, unit.shard_ranks, rows
         )
@@ -213,11 +215,11 @@ class PlannedExecutor:
         ranks: int,
         written: int,
     ) -> None:
-        r, name = self.recorder, reduction.unit.name
+        listener, name = self.listener, reduction.unit.name
         after = self._after(reduction)
         if lane == "replica":
-            after = (*after, *r.behind_compute())
-        reduction.last = r.collective(kind, name, axis, nbytes, ranks, after, written)
+            after = (*after, *listener.behind_compute())
+        reduction.last = listener.collective(kind, name, axis, nbytes, ranks, after, written)
         self._ends[lane] = reduction.last
         if not self.ordered:
             reduction.pending = reduction.last
@@ -225,7 +227,7 @@ class PlannedExecutor:
     def _after(self, reduction: PlannedReduction) -> tuple[int, ...]:
         """What the next operation of a reduce comes after."""
         if not self.ordered:
-            return self.recorder.behind_compute()
+            return self.listener.behind_compute()
         return (reduction.last,) if reduction.last >= 0 else ()
 
     def add(self, reduction: PlannedReduction, to: Held) -> None:
@@ -234,7 +236,7 @@ class PlannedExecutor:
     def _copy(self, reduction: PlannedReduction, name: str, lane: str, nbytes: int) -> None:
         unit = reduction.unit
         after = self._after(reduction)
-        reduction.last = self.recorder.copy(name, unit.name, lane, nbytes, after)
+        reduction.last = self.listener.copy(name, unit.name, lane, nbytes, after)
         self._ends[lane] = reduction.last
 
     def add_to_sums(self, reduction: PlannedReduction, overwrites: bool) -> None:
@@ -246,10 +248,10 @@ class PlannedExecutor:
             self._copy(reduction, "add", lane, (2 if overwrites else 3) * rows)
 
     def drop(self, held: Held) -> None:
-        self.recorder.hold("slots", -held.content)
+        self.listener.hold("slots", -held.content)
 
     def join(self, reduction: PlannedReduction) -> None:
-        self.recorder.join(reduction.pending)
+        self.listener.join(reduction.pending)
         reduction.pending = None
 
     def hold(self, reduction: PlannedReduction) -> None:
@@ -257,11 +259,11 @@ class PlannedExecutor:
 
     def retire(self, reduction: PlannedReduction) -> None:
         if self.ordered:
-            self.recorder.join(reduction.freed)
-        self.recorder.hold("gradients", -reduction.gradients)
+            self.listener.join(reduction.freed)
+        self.listener.hold("gradients", -reduction.gradients)
 
     def finish(self) -> None:
         if self.ordered:
             for end in self._ends.values():
-                self.recorder.join(end)
+                self.listener.join(end)
         self._ends.clear()

@@ -55,7 +55,7 @@ class SentBytes:
 
 
 class Counter:
-    """A recorder that counts: bytes held and their peaks by role, bytes sent by collective."""
+    """A listener that counts: bytes held and their peaks by role, bytes sent by collective."""
 
     phase = ""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members, collective_time, find_hops
-from shardwise.description.model import KernelFact, Pass
+from shardwise.description.model import KernelFact, PassFacts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Costs:
     _collectives: dict[tuple[str, float, Members], float] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _passes: dict[int, tuple[Pass, float]] = field(default_factory=dict, compare=False, repr=False)
+    _passes: dict[int, tuple[PassFacts, float]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def of(cls, cluster: Cluster) -> Costs:
@@ -57,7 +59,7 @@ class Costs:
             seconds = max(seconds, kernel.flops / rate)
         return seconds
 
-    def compute(self, part: Pass) -> float:
+    def compute(self, part: PassFacts) -> float:
         """Seconds of all kernels of a pass, one after the other."""
         known = self._passes.get(id(part))
         if known is None:
@@ -69,12 +71,12 @@ class Costs:
             known = self._passes[id(part)] = (part, total)
         return known[1] * self.compute_scale
 
-    def set_passes(self, passes: Iterable[tuple[Pass, float]]) -> None:
+    def set_passes(self, passes: Iterable[tuple[PassFacts, float]]) -> None:
         """Take measured seconds for whole passes."""
         for part, seconds in passes:
             self._passes[id(part)] = (part, seconds)
 
-    def issue(self, part: Pass) -> float:
+    def issue(self, part: PassFacts) -> float:
         """Host seconds to issue a pass's kernels."""
         return part.launches * self.cluster.host.op_s if self.streams else 0.0
 

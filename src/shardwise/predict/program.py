@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.description.collectives import Members
-from shardwise.description.model import KernelFact, ModelDescription, Pass, UnitSegment
+from shardwise.description.model import KernelFact, ModelDescription, PassFacts, UnitSegment
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
@@ -75,7 +75,7 @@ class Program:
 @dataclass
 class Builder:
     """Collects a Program: operations on streams, and what the compute stream must wait for. The
-    recorder of `planning/executor.py` that asks what things cost.
+    listener of `planning/executor.py` that asks what things cost.
     """
 
     costs: Costs
@@ -104,7 +104,7 @@ class Builder:
         """For `after`: everything that compute has been given so far, waits included."""
         return (*((self.last_compute,) if self.last_compute >= 0 else ()), *self._joined)
 
-    def compute(self, part: Pass, name: str, unit: str, peaks: bool = True) -> int:
+    def compute(self, part: PassFacts, name: str, unit: str, peaks: bool = True) -> int:
         """Run a pass; its activations come and go around it. `peaks`: its own peak is not counted
         elsewhere already.
         """
@@ -253,13 +253,13 @@ def scaled(description: ModelDescription, factor: float) -> ModelDescription:
     """The same model on a micro-batch of another size: work and activations in proportion."""
     if factor == 1:
         return description
-    known: dict[int, Pass] = {}
+    known: dict[int, PassFacts] = {}
 
-    def scale(part: Pass) -> Pass:
+    def scale(part: PassFacts) -> PassFacts:
         if id(part) not in known:
             kernels = tuple(_scale_kernel(k, factor) for k in part.kernels)
             peak, net = round(part.peak_bytes * factor), round(part.net_bytes * factor)
-            known[id(part)] = Pass(kernels, max(peak, net, 0), net)
+            known[id(part)] = PassFacts(kernels, max(peak, net, 0), net)
         return known[id(part)]
 
     units = tuple(

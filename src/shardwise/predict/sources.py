@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from shardwise.description.model import ModelDescription, Pass, UnitDescription, UnitSegment
+from shardwise.description.model import ModelDescription, PassFacts, UnitDescription, UnitSegment
 from shardwise.description.parameters import UnitSpec
 from shardwise.description.workload import Workload
 from shardwise.planning.buckets import group_by_bytes
@@ -71,8 +71,8 @@ def checkpointed(description: ModelDescription) -> ModelDescription:
         again = forward.net_bytes - kept
         return dataclasses.replace(
             segment,
-            forward=Pass(forward.kernels, forward.peak_bytes, kept),
-            recompute=Pass(forward.kernels, max(forward.peak_bytes, again), again),
+            forward=PassFacts(forward.kernels, forward.peak_bytes, kept),
+            recompute=PassFacts(forward.kernels, max(forward.peak_bytes, again), again),
             checkpointed=True,
         )
 

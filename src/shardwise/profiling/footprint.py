@@ -32,11 +32,15 @@ def peak_on_cpu(build: Callable[[], Step], warmup: int = 2) -> int:
             step()
         with record_function(_MARK):
             step()
+    return read_peak(read_events(profiled))
+
+
+def read_events(profiled: profile) -> list[dict]:
+    """What torch's profiler writes of a trace."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    return read_peak(events)
+        return json.loads(trace.read_text())["traceEvents"]
 
 
 def read_peak(events: list[dict]) -> int:

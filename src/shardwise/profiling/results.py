@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+
+Row = dict[str, Any]
 
 
 def check_file(option: str, path: Path | None) -> None:
@@ -20,8 +23,8 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def read_json(path: Path, option: str = "--json", needs: str = "") -> dict[str, Any]:
-    """What `write_json` or a `RowFile` wrote, whose rows all have the key `needs`; an error in
-    words if the file is none of theirs.
+    """What `write_json` wrote, if its rows all have the key `needs`; an error in words if the file
+    is none of these.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -53,49 +56,41 @@ def _find_fault(found: Any, needs: str) -> str:
 
 
 def write_json(
-    path: Path, environment: dict[str, Any], command: str, rows: list[dict[str, Any]]
+    path: Path, environment: dict[str, Any], command: str, rows: Iterable[Row], **facts: Any
 ) -> None:
-    content = {"environment": environment, "command": command, "rows": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    """A line for each row, after the facts of all; a file that is there stays whole until then."""
+    known = {"environment": environment, "command": command, **facts}
+    head = json.dumps(known, indent=1).removesuffix("\n}")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    whole = path.with_name(path.name + ".part")
+    whole.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    whole.replace(path)
 
 
-def print_table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """One line per comparison; ratios are ours over the peer's."""
+def print_table(
+    title: str,
+    heads: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    environment: dict[str, Any],
+    left: Sequence[str] = (),
+    width: int = 110,
+) -> None:
+    """Print lines of cells under their heads (those of `left` to the left, the others to the
+    right), and where the figures are from.
+    """
+    from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="one training step, shardwise against torch")
-    for name in ("case", "strategy", "peer"):
-        table.add_column(name)
-    for name in ("ours ms", "theirs ms", "step", "device", "cpu", "memory", "reserved", "parity"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row["case"],
-            row["strategy"],
-            row["peer"],
-            *(f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES),
-            *("-" if row[name] is None else f"{row[name]:.2f}" for name in RATIOS),
-            "-" if row["parity"] is None else f"{row['parity']:.0e}",
-        )
-    console = print_on_console(table, environment, width=130)
-    if any(row["settings"]["network"].startswith("emulated") for row in rows):
-        console.print("h200 rows: emulated network; values are fabricated, times are not")
-
-
-def print_on_console(table: Any, environment: dict[str, Any], width: int = 110) -> Any:
-    """Print a table and where its figures are from; gives the console for more lines."""
-    from rich.console import Console
-
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right")
+    for line in lines:
+        table.add_row(*line)
     # A pipe has no width of its own; a table cut to 80 columns loses its names.
     console = Console()
     console = console if console.is_terminal else Console(width=width)
     console.print(table)
-    place = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
-    console.print(
-        f"commit {environment['commit']}, torch {environment['torch']}, {place}", highlight=False
-    )
-    return console
-
-
-SIDES = ("ours", "theirs")
-RATIOS = ("step_ratio", "device_ratio", "cpu_ratio", "memory_ratio", "reserved_ratio")
+    if environment:
+        hardware = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
+        said = f"commit {environment['commit']}, torch {environment['torch']}, {hardware}"
+        console.print(said, highlight=False)

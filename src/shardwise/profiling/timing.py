@@ -14,17 +14,23 @@ import platform
 import statistics
 import subprocess
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+
+from shardwise.engine import marks, torch_private
 
 Step = Callable[[], None]
 Watched = TypeVar("Watched")
+Moment = torch.cuda.Event | float  # of a CUDA device's current stream, or of the host
 AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
 
@@ -78,41 +84,6 @@ class Side:
         )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison. Ratios are ours over the peer's: below 1 is better."""
-
-    case: str
-    strategy: str
-    peer: str
-    step_ratio: float
-    cpu_ratio: float
-    memory_ratio: float
-    device_ratio: float | None
-    reserved_ratio: float | None
-    ours: Side
-    theirs: Side
-    parity: float | None  # largest relative difference of a parameter or gradient; None: no values
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(cls, ours: Side, theirs: Side, **facts: Any) -> Row:
-        return cls(
-            step_ratio=ours.step_ms / theirs.step_ms,
-            cpu_ratio=ours.cpu_ms / theirs.cpu_ms,
-            memory_ratio=ours.peak_bytes / theirs.peak_bytes,
-            device_ratio=_ratio(ours.device_ms, theirs.device_ms),
-            reserved_ratio=_ratio(ours.reserved_bytes, theirs.reserved_bytes),
-            ours=ours,
-            theirs=theirs,
-            **facts,
-        )
-
-
-def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    return None if ours is None or theirs is None else ours / theirs
-
-
 def spread(values: Sequence[float]) -> float:
     """The interquartile range; of fewer than four values, the whole range."""
     if len(values) < 4:
@@ -148,24 +119,20 @@ def alternate(
 def time_on_host(ready: Callable[[], object]) -> Timer:
     """A timer for steps that end when their call returns. `ready` runs before, untimed."""
 
-    def timer(step: Step) -> Sample:
-        ready()
-        began = time.perf_counter()
-        step()
-        issued = time.perf_counter()
-        ended = time.perf_counter()
-        return Sample((ended - began) * 1e3, (issued - began) * 1e3)
-
-    return timer
+    return partial(_time, ready, lambda: None)
 
 
 def time_on_cuda(step: Step) -> Sample:
     """Time a step from an idle device until the device is idle again."""
-    torch.cuda.synchronize()
+    return _time(torch.cuda.synchronize, torch.cuda.synchronize, step)
+
+
+def _time(before: Callable[[], object], after: Callable[[], object], step: Step) -> Sample:
+    before()
     began = time.perf_counter()
     step()
     issued = time.perf_counter()
-    torch.cuda.synchronize()
+    after()
     ended = time.perf_counter()
     return Sample((ended - began) * 1e3, (issued - began) * 1e3)
 
@@ -189,6 +156,55 @@ def time_ahead(
         end.record()
     end.synchronize()
     return start.elapsed_time(end), watched
+
+
+def mark_moment(on_cuda: bool) -> Moment:
+    """Now, by the clock of whoever computes."""
+    if not on_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end) / 1e3
+
+
+def time_calls(kind: str, nbytes: int, count: int) -> list[float]:
+    """Seconds that the calls of a collective of `nbytes` take, over all ranks, before anything is
+    waited for; all ranks call it.
+    """
+    ranks = dist.get_world_size()
+    whole = torch.ones(nbytes // 4)
+    part = torch.ones(whole.numel() // ranks)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: torch_private.all_gather(whole, part, None),
+        "reduce_scatter": lambda: torch_private.reduce_scatter(part, whole, None),
+        "all_reduce": lambda: dist.all_reduce(whole, async_op=True),
+    }
+    samples = []
+    for _ in range(count):
+        dist.barrier()
+        began = time.perf_counter()
+        handle = calls[kind]()
+        samples.append(time.perf_counter() - began)
+        handle.wait()
+    return samples
+
+
+def time_idle_mark() -> float:
+    """Nanoseconds of a mark that no profile listens to."""
+
+    def mark() -> None:
+        with marks.range("gather", "unit"):
+            pass
+
+    count = 100_000
+    return min(timeit.repeat(mark, number=count, repeat=5)) / count * 1e9
 
 
 def describe_environment(commit: str | None = None) -> dict[str, Any]:

@@ -1,10 +1,15 @@
 """The transformer language model that the trainer trains and the benchmarks measure.
 
 Pre-norm blocks of causal attention and a SwiGLU feed-forward; RMSNorm, rotary positions, no biases.
+A benchmark may ask for fewer or other parts of it (`Size`).
 
 Letters of the shape suffixes: B batch, T time (sequence), D d_model, F d_ff, V vocabulary, H query
 heads, G key/value heads, K width of one head, P pairs of one head's width (K / 2).
 """
+
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +21,31 @@ from shardwise.trainer.sizes import CHECKPOINT_KINDS, CheckpointKind, Size
 
 IGNORED = -100  # a target with this value carries no loss
 NORM_EPS = 1e-5
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}  # a benchmark's AdamW
 
 
 def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     """Causal attention; each key/value head serves H / G query heads."""
     if q_BHTK.is_cuda:
         return attention(q_BHTK, k_BGTK, v_BGTK, causal=True)  # the fastest backend for the shape
+    return attend_by_torch(q_BHTK, k_BGTK, v_BGTK)
+
+
+def attend_by_torch(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """The same by the fused kernel that torch chooses."""
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
     return functional.scaled_dot_product_attention(
         q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=grouped
     )
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Attention as one writes it first: all scores as a tensor."""
+    s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        position = torch.arange(q.shape[-2], device=q.device)
+        s = s.masked_fill(position[:, None] < position, -math.inf)
+    return torch.softmax(s, dim=-1) @ v
 
 
 def rotate(x_BHTK: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
@@ -58,23 +78,37 @@ class Rope(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, size: Size, rope: Rope) -> None:
+    def __init__(self, size: Size, rope: Rope | None) -> None:
         super().__init__()
-        self.head_width = size.head_width
+        self.head_width, self.kind, self.fused_qkv = size.head_width, size.attention, size.fused_qkv
         kv_width = size.kv_heads * size.head_width
-        self.q = nn.Linear(size.d_model, size.d_model, bias=False)
-        self.k = nn.Linear(size.d_model, kv_width, bias=False)
-        self.v = nn.Linear(size.d_model, kv_width, bias=False)
+        if size.fused_qkv:
+            self.qkv = nn.Linear(size.d_model, 3 * size.d_model, bias=False)
+        else:
+            self.q = nn.Linear(size.d_model, size.d_model, bias=False)
+            self.k = nn.Linear(size.d_model, kv_width, bias=False)
+            self.v = nn.Linear(size.d_model, kv_width, bias=False)
         self.out = nn.Linear(size.d_model, size.d_model, bias=False)
-        self.rope = rope
+        self.rope: nn.Module = nn.Identity() if rope is None else rope
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        projected: Iterable[Tensor]
+        if self.fused_qkv:
+            projected = self.qkv(x_BTD).chunk(3, dim=-1)
+        else:
+            projected = (project(x_BTD) for project in (self.q, self.k, self.v))
         q_BHTK, k_BGTK, v_BGTK = (
-            project(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in projected
         )
-        mixed_BHTK = attend(self.rope(q_BHTK), self.rope(k_BGTK), v_BGTK)
+        mixed_BHTK = self._attend(self.rope(q_BHTK), self.rope(k_BGTK), v_BGTK)
         return self.out(mixed_BHTK.transpose(1, 2).flatten(-2))
+
+    def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        if self.kind == "plain":
+            return attend_plainly(q_BHTK, k_BGTK, v_BGTK)
+        if self.kind == "torch":
+            return attend_by_torch(q_BHTK, k_BGTK, v_BGTK)
+        return attend(q_BHTK, k_BGTK, v_BGTK)
 
 
 class FeedForward(nn.Module):
@@ -91,7 +125,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size, rope: Rope) -> None:
+    def __init__(self, size: Size, rope: Rope | None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
         self.attention = Attention(size, rope)
@@ -118,7 +152,7 @@ class LM(nn.Module):
         self.size = size
         self.context = context
         self.checkpoint = checkpoint
-        rope = Rope(context, size.head_width, size.rope_theta)
+        rope = Rope(context, size.head_width, size.rope_theta) if size.rotary else None
         self.embedding = nn.Embedding(size.vocab, size.d_model)
         self.layers = nn.ModuleList(Block(size, rope) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
@@ -176,3 +210,18 @@ class LM(nn.Module):
             use_reentrant=self.checkpoint == "reentrant",
             preserve_rng_state=False,  # the model draws no random numbers
         )
+
+
+def make_model(
+    size: Size, device: str, context: int = 4096, checkpoint: CheckpointKind = "none"
+) -> LM:
+    """The same weights for everybody who asks for this size on this kind of device."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LM(size, context, checkpoint)
+
+
+def compute_loss(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """The mean cross-entropy of a model that gives logits, in fp32."""
+    logits_BTV = model(tokens_BT)
+    return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())

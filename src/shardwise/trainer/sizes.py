@@ -3,15 +3,19 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shardwise.description.preset import Preset, known_presets, load_preset
 from shardwise.errors import UserError, nearest
 
 CheckpointKind = Literal["none", "reentrant", "nonreentrant"]
 CHECKPOINT_KINDS: tuple[str, ...] = get_args(CheckpointKind)
+# The fastest kernel for the shape; torch's own fused one; scores and softmax as tensors.
+AttentionKind = Literal["fastest", "torch", "plain"]
+_WIDTHS = ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab")
 
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of an `LM`."""
+    """The shape of an `LM`, and how its attention is computed."""
 
     d_model: int
     d_ff: int
@@ -21,9 +25,12 @@ class Size:
     vocab: int
     tied: bool = False  # the output projection is the embedding
     rope_theta: float = 10_000.0
+    rotary: bool = True  # queries and keys are turned by their positions; without, it has none
+    fused_qkv: bool = False  # one projection for query, key and value instead of three
+    attention: AttentionKind = "fastest"
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "layers", "heads", "kv_heads", "vocab"):
+        for name in _WIDTHS:
             if getattr(self, name) < 1:
                 raise UserError(f"model {name} must be at least 1, got {getattr(self, name)}")
         if self.d_model % self.heads or self.head_width % 2:
@@ -36,32 +43,49 @@ class Size:
                 f"heads must be a multiple of kv_heads, got {self.heads} heads and "
                 f"{self.kv_heads} kv_heads"
             )
+        if self.heads != self.kv_heads and (self.fused_qkv or self.attention == "plain"):
+            raise UserError(
+                f"fused_qkv and plain attention need as many kv_heads as heads, got {self.heads} "
+                f"heads and {self.kv_heads} kv_heads"
+            )
 
     @property
     def head_width(self) -> int:
         return self.d_model // self.heads
 
+    def describe(self) -> str:
+        attention = "qkv/o" if self.fused_qkv else "q/k/v/o"
+        more = ", rotary" * self.rotary + ", plain attention" * (self.attention == "plain")
+        return (
+            f"LM of {self.layers} blocks ({attention}, gate/up/down, 2 RMSNorm), "
+            f"d_model {self.d_model}, d_ff {self.d_ff}, {self.heads} heads, vocab {self.vocab}"
+            + more
+        )
 
-def _size(d_model: int, d_ff: int, layers: int, heads: int, vocab: int = 10_000) -> Size:
-    return Size(d_model, d_ff, layers, heads, kv_heads=heads, vocab=vocab)
+
+def bench_size(
+    layers: int, d_model: int, d_ff: int, heads: int, vocab: int, fused_qkv: bool = False
+) -> Size:
+    """A model of the benchmarks: no positions, and torch's attention under every engine."""
+    return Size(
+        d_model, d_ff, layers, heads, heads, vocab,
+        rotary=False, fused_qkv=fused_qkv, attention="torch",
+    )  # fmt: skip
 
 
-def _llama(d_model: int, d_ff: int, layers: int, heads: int, tied: bool = False) -> Size:
-    return Size(d_model, d_ff, layers, heads, 8, vocab=128_256, tied=tied, rope_theta=500_000.0)
+# 0.95 B parameters: `shardwise emulate --model bench`. Query, key and value in one: fewer
+# parameters, which favours engines that pay for each.
+BENCH = bench_size(layers=16, d_model=2048, d_ff=5632, heads=16, vocab=32000, fused_qkv=True)
+
+
+def _size_of(preset: Preset) -> Size:
+    return Size(*(getattr(preset, name) for name in (*_WIDTHS, "tied", "rope_theta")))
 
 
 SIZES: dict[str, Size] = {
-    # 256: the byte tokenizer's vocabulary; just under a million parameters, for CPUs.
-    "tiny": _size(128, 384, 4, 4, vocab=256),
-    "small": _size(768, 3072, 12, 12),
-    "medium": _size(1024, 4096, 24, 16),
-    "large": _size(1280, 5120, 36, 20),
-    "xl": _size(1600, 6400, 48, 25),
-    "2.7b": _size(2560, 10240, 32, 32),
-    "llama1b": _llama(2048, 8192, 16, 32, tied=True),
-    "llama8b": _llama(4096, 14336, 32, 32),
-    "llama70b": _llama(8192, 28672, 80, 64),
-    "llama405b": _llama(16384, 53248, 126, 128),
+    preset.name: _size_of(preset)
+    for preset in map(load_preset, known_presets())
+    if preset.kind == "lm"
 }
 
 
@@ -74,8 +98,5 @@ def size_named(name: str) -> Size:
 
 def parameter_count(size: Size) -> int:
     """Count the parameters of an `LM` of this size; a tied matrix counts once."""
-    attention = 2 * size.d_model**2 + 2 * size.d_model * size.kv_heads * size.head_width
-    feed_forward = 3 * size.d_model * size.d_ff
-    norms = 2 * size.d_model
-    vocabulary = size.vocab * size.d_model * (1 if size.tied else 2)
-    return vocabulary + size.layers * (attention + feed_forward + norms) + size.d_model
+    widths = {name: getattr(size, name) for name in _WIDTHS}
+    return Preset("model", "lm", **widths, tied=size.tied).parameter_count

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shardwise.description.model import (
     ModelDescription,
-    Pass,
+    PassFacts,
     UnitDescription,
     UnitSegment,
 )
@@ -176,7 +176,7 @@ def _finish(
     )
 
 
-def _make_pass(trace: ModelTrace, computed: list[int], allocated: list[int]) -> Pass:
+def _make_pass(trace: ModelTrace, computed: list[int], allocated: list[int]) -> PassFacts:
     """The kernels of the events `computed`, the activation bytes of the events `allocated`."""
     kernels = Counter(k for i in computed if (k := trace.events[i].kernel) is not None)
     live = peak = 0
@@ -189,4 +189,4 @@ def _make_pass(trace: ModelTrace, computed: list[int], allocated: list[int]) -> 
         elif event.what == "free":
             live -= event.nbytes
     counted = tuple(dataclasses.replace(k, count=count) for k, count in kernels.items())
-    return Pass(counted, peak, live)
+    return PassFacts(counted, peak, live)

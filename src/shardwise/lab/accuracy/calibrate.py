@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.description.cluster import Cluster, Level, Protocol
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.emulation.models import LM, OPTIMIZER, Shape, compute_loss
-from shardwise.engine.api import shard
-from shardwise.lab.accuracy.kernels import time_on
-from shardwise.planning.plan import Plan
-from shardwise.predict.describe import describe
+from shardwise.lab.accuracy.cases import describe_model
+from shardwise.lab.accuracy.kernels import Run, time_on
 from shardwise.profiling import footprint
+from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
+from shardwise.trainer.sizes import bench_size
 
-TINY = Shape(layers=8, d_model=64, d_ff=128, heads=4, vocab=128, fused_qkv=True)
+TINY = bench_size(layers=8, d_model=64, d_ff=128, heads=4, vocab=128, fused_qkv=True)
 UNBOUND = 1e18  # bytes/s of a network that costs nothing
 
 
@@ -74,28 +74,28 @@ def emulated_level(network: Network) -> Level:
 
 def calibrate_device(device: str, rounds: int = 15) -> Calibration:
     """Time copies, the smallest kernel and, in so many rounds, the host."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        _warm_up(place)
-    size = 2**26 if place.type == "cuda" else 2**20
-    stream = _stream_rate(place, size)
-    small = torch.zeros(1, device=place)
-    kernel = time_on(lambda: small.add_(1), place)
-    rates = _copy_rates(place, size)
+    on = torch.device(device)
+    if on.type == "cuda":
+        _warm_up(on)
+    size = 2**26 if on.type == "cuda" else 2**20
+    stream = _stream_rate(on, size)
+    small = torch.zeros(1, device=on)
+    kernel = time_on(lambda: small.add_(1), on)
+    rates = _copy_rates(on, size)
     op_s, unit_s, whole_unit_s = _host_seconds(device, rounds)
-    library = footprint.free_device() if place.type == "cuda" else 0
+    library = footprint.free_device() if on.type == "cuda" else 0
     return Calibration(kernel, stream, rates, op_s, unit_s, whole_unit_s, library)
 
 
-def _stream_rate(place: torch.device, size: int) -> float:
+def _stream_rate(device: torch.device, size: int) -> float:
     """Bytes read plus written per second by a large elementwise kernel."""
-    first, second, out = (torch.randn(size, device=place) for _ in range(3))
-    return 3 * out.nbytes / time_on(lambda: torch.add(first, second, out=out), place)
+    first, second, out = (torch.randn(size, device=device) for _ in range(3))
+    return 3 * out.nbytes / time_on(lambda: torch.add(first, second, out=out), device)
 
 
-def _warm_up(place: torch.device) -> None:
+def _warm_up(device: torch.device) -> None:
     """Bring the clocks to what they are under load, and let the libraries allocate."""
-    a = torch.randn((8192, 8192), device=place, dtype=torch.bfloat16)
+    a = torch.randn((8192, 8192), device=device, dtype=torch.bfloat16)
     began = time.perf_counter()
     while time.perf_counter() - began < 1.0:
         for _ in range(20):
@@ -103,42 +103,38 @@ def _warm_up(place: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _copy_rates(place: torch.device, size: int) -> dict[str, float]:
+def _copy_rates(device: torch.device, size: int) -> dict[str, float]:
     """Bytes read plus written per second of the engine's copies, on tensors like a block's."""
     ranks, count = 8, 6
     width = size // (ranks * count)
     sizes = [width] * count
-    staging = torch.randn((ranks, width * count), device=place).bfloat16()
-    full = torch.empty(ranks * width * count, device=place, dtype=torch.bfloat16)
+    staging = torch.randn((ranks, width * count), device=device).bfloat16()
+    full = torch.empty(ranks * width * count, device=device, dtype=torch.bfloat16)
     parts = [part.view(ranks, width) for part in full.split([ranks * width] * count)]
-    own = torch.randn(width * count, device=place)
+    own = torch.randn(width * count, device=device)
     row = own.bfloat16()
-    slot = torch.empty(ranks * width * count, device=place)
+    slot = torch.empty(ranks * width * count, device=device)
     pieces = list(slot.split(width))
     grads = [g for part in parts for g in part.unbind(0)]
-    flat = torch.nn.Parameter(torch.randn(size, device=place))
+    flat = torch.nn.Parameter(torch.randn(size, device=device))
     flat.grad = torch.randn_like(flat)
     update = torch.optim.AdamW([flat], **OPTIMIZER)
-    with torch.no_grad():
-        seconds = {
-            "copy-out": time_on(
-                lambda: torch.split_with_sizes_copy(staging, sizes, dim=1, out=parts), place
-            ),
-            "all_gather copy": time_on(
-                lambda: staging.copy_(row.reshape(1, -1).expand_as(staging)), place
-            ),
-            "cast": time_on(lambda: row.copy_(own), place),
-            "pack": time_on(lambda: torch._foreach_copy_(pieces, grads), place),
-            "update": time_on(update.step, place),
-        }
-    moved = {
-        "copy-out": 2 * staging.nbytes,
-        "all_gather copy": 2 * staging.nbytes,
-        "cast": own.nbytes + row.nbytes,
-        "pack": full.nbytes + slot.nbytes,
-        "update": 7 * flat.nbytes,
+    # What is called, and the bytes that it moves.
+    copies: dict[str, tuple[Run, int]] = {
+        "copy-out": (
+            lambda: torch.split_with_sizes_copy(staging, sizes, dim=1, out=parts),
+            2 * staging.nbytes,
+        ),
+        "all_gather copy": (
+            lambda: staging.copy_(row.reshape(1, -1).expand_as(staging)),
+            2 * staging.nbytes,
+        ),
+        "cast": (lambda: row.copy_(own), own.nbytes + row.nbytes),
+        "pack": (lambda: torch._foreach_copy_(pieces, grads), full.nbytes + slot.nbytes),
+        "update": (update.step, 7 * flat.nbytes),
     }
-    return {name: moved[name] / seconds[name] for name in seconds}
+    with torch.no_grad():
+        return {name: moved / time_on(call, device) for name, (call, moved) in copies.items()}
 
 
 def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
@@ -147,46 +143,30 @@ def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
     matter.
     """
     tokens = torch.zeros((1, 32), dtype=torch.int64, device=device)
-    with torch.device("meta"):
-        sketch = LM(TINY)
-    plan = Plan.of("zero3", dist.get_world_size(), compute_dtype="bfloat16", reduce_dtype="float32")
-    described = describe(
-        sketch,
-        (tokens.to("meta"), tokens.to("meta")),
-        plan,
-        loss=compute_loss,
-        device=torch.device(device).type,
-    )
+    world = dist.get_world_size()
+    plan = sw.Plan.of("zero3", world, compute_dtype="bfloat16", reduce_dtype="float32")
+    _, described = describe_model(TINY, 1, 32, plan, device)
     launches = sum(s.forward.launches + s.backward.launches for _, s in described.segments)
-    torch.manual_seed(0)
-    bare = _time_host(LM(TINY).to(device, torch.bfloat16), tokens, rounds)
-    op_s = bare.step / launches
+    bare = _time_host(make_model(TINY, device).to(torch.bfloat16), tokens, rounds)
 
-    def beyond(plan: Plan) -> HostTime:
+    def beyond(plan: sw.Plan) -> tuple[float, float]:
         """The engine's own seconds, per unit."""
-        engine = LM(TINY).to(device)
-        shard(engine, plan)
+        model = make_model(TINY, device)
+        units = len(plan.resolve(model).require_units())
+        sw.shard(model, plan)
         with emulate(Network()):
-            taken = _time_host(engine, tokens, rounds)
-        units = len(plan.resolve(sketch).require_units())
-        return HostTime(
-            max(0.0, taken.forward - bare.forward) / units, max(0.0, taken.step - bare.step) / units
-        )
+            taken = _time_host(model, tokens, rounds)
+        forward, step = (max(0.0, t - b) / units for t, b in zip(taken, bare, strict=True))
+        return forward, step
 
     whole = dataclasses.replace(plan, name="ddp", mesh=(plan.world, 1), bucket_bytes=2**16)
-    return op_s, beyond(plan).step / 3, beyond(whole).forward
+    return bare[1] / launches, beyond(plan)[1] / 3, beyond(whole)[0]
 
 
-@dataclass(frozen=True)
-class HostTime:
-    """Seconds until the calls of a forward, and of it and its backward, return."""
-
-    forward: float
-    step: float
-
-
-def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> HostTime:
-    """Medians, the device being idle before."""
+def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> tuple[float, float]:
+    """Seconds until the calls of a forward, and of it and its backward, return: medians, the device
+    being idle before.
+    """
     samples = []
     warm_up = rounds // 3
     for _ in range(rounds + warm_up):
@@ -196,9 +176,7 @@ def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> HostTime:
         loss = compute_loss(model, tokens, tokens)
         forward = time.perf_counter() - began
         loss.backward()
-        samples.append(HostTime(forward, time.perf_counter() - began))
+        samples.append((forward, time.perf_counter() - began))
         model.zero_grad()
-    samples = samples[warm_up:]
-    return HostTime(
-        statistics.median(s.forward for s in samples), statistics.median(s.step for s in samples)
-    )
+    forwards, steps = zip(*samples[warm_up:], strict=True)
+    return statistics.median(forwards), statistics.median(steps)

@@ -11,27 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import checkpoint as activation_checkpoint
 
+import shardwise as sw
+from shardwise.description.model import ModelDescription
 from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import Network
-from shardwise.emulation.models import LM, Shape
-from shardwise.lab.engines import Precision
-from shardwise.planning.plan import Plan
+from shardwise.lab.steps.cases import MIXED, NETWORKS, OWN
+from shardwise.lab.steps.engines import Precision
+from shardwise.trainer.model import compute_loss, make_model
+from shardwise.trainer.sizes import BENCH as LARGE
+from shardwise.trainer.sizes import CheckpointKind, Size, bench_size
 
 WORLD = 8
-FREE = Network()
-NVLINK = Network(bandwidth=300e9, latency=20e-6)
-SLOW = Network(bandwidth=100e9, latency=20e-6)
+FREE, NVLINK, SLOW = (NETWORKS[name] for name in ("free", "300GBs", "100GBs"))
 
-LARGE = Shape(layers=16, d_model=2048, d_ff=5632, heads=16, vocab=32000, fused_qkv=True)
-WIDE = Shape(layers=8, d_model=4096, d_ff=11008, heads=32, vocab=32000, fused_qkv=True)
-DEEP = Shape(layers=24, d_model=1536, d_ff=4096, heads=12, vocab=50304)
-LEAN = Shape(layers=8, d_model=1024, d_ff=4096, heads=8, vocab=16000)
-MIXED = Precision("bfloat16", "float32")
+WIDE = bench_size(layers=8, d_model=4096, d_ff=11008, heads=32, vocab=32000, fused_qkv=True)
+DEEP = bench_size(layers=24, d_model=1536, d_ff=4096, heads=12, vocab=50304)
+LEAN = bench_size(layers=8, d_model=1024, d_ff=4096, heads=8, vocab=16000)
 HALF = Precision("bfloat16", "bfloat16")
-FULL = Precision()
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,13 @@ class AccuracyCase:
 
     name: str
     group: str  # build, held-out
-    shape: Shape
+    size: Size
     strategy: str
     batch: int  # sequences of a micro-batch
     length: int
     precision: Precision = MIXED
     network: Network = NVLINK
-    checkpoint: str = "none"
+    checkpoint: CheckpointKind = "none"
     micro_batches: int = 1
     mesh: tuple[int, int] | None = None  # None: one axis of WORLD ranks
     settings: tuple[tuple[str, Any], ...] = ()
@@ -55,8 +52,8 @@ class AccuracyCase:
         if self.group not in ("build", "held-out"):
             raise ValueError(f"case {self.name}: group is {self.group!r}, expected build, held-out")
 
-    def plan(self) -> Plan:
-        return Plan.of(
+    def plan(self) -> sw.Plan:
+        return sw.Plan.of(
             self.strategy,
             self.mesh or WORLD,
             compute_dtype=self.precision.compute,
@@ -75,15 +72,15 @@ class AccuracyCase:
         again = ", recomputing" if self.checkpoint != "none" else ""
         settings = "".join(f", {k}={v}" for k, v in self.settings)
         return (
-            f"{self.strategy} {mesh}, d{self.shape.d_model} x {self.shape.layers}, "
+            f"{self.strategy} {mesh}, d{self.size.d_model} x {self.size.layers}, "
             f"{self.micro_batches} x {self.batch} x {self.length}, {dtype}/{reduce}"
             f"{again}{settings}"
         )
 
     def quick(self) -> AccuracyCase:
         """The same path in seconds on any device; its figures mean nothing."""
-        shape = dataclasses.replace(self.shape, layers=2, d_model=64, d_ff=128, heads=4, vocab=128)
-        return dataclasses.replace(self, shape=shape, batch=1, length=32)
+        small = bench_size(2, 64, 128, 4, 128, self.size.fused_qkv)
+        return dataclasses.replace(self, size=small, batch=1, length=32)
 
 
 CASES: tuple[AccuracyCase, ...] = (
@@ -92,7 +89,7 @@ CASES: tuple[AccuracyCase, ...] = (
     AccuracyCase("b3", "build", LARGE, "ddp", 4, 2048),
     AccuracyCase("b4", "build", DEEP, "zero2", 8, 1024, network=SLOW),
     AccuracyCase("b5", "build", LARGE, "hsdp", 4, 2048, mesh=(2, 4)),
-    AccuracyCase("b6", "build", LEAN, "zero3", 4, 1024, precision=FULL),
+    AccuracyCase("b6", "build", LEAN, "zero3", 4, 1024, precision=OWN),
     AccuracyCase("h1", "held-out", WIDE, "zero3", 4, 2048),
     AccuracyCase("h2", "held-out", WIDE, "zero3", 8, 2048, checkpoint="nonreentrant", network=SLOW),
     AccuracyCase("h3", "held-out", WIDE, "zero2", 2, 4096),
@@ -104,7 +101,7 @@ CASES: tuple[AccuracyCase, ...] = (
     ),
     AccuracyCase("h7", "held-out", DEEP, "zero3", 16, 1024, precision=HALF, network=FREE),
     AccuracyCase("h8", "held-out", LARGE, "zero3", 6, 2048, network=SLOW),
-    AccuracyCase("h9", "held-out", LEAN, "zero2", 8, 1024, precision=FULL),
+    AccuracyCase("h9", "held-out", LEAN, "zero2", 8, 1024, precision=OWN),
     AccuracyCase("h10", "held-out", DEEP, "zero2", 16, 2048, checkpoint="nonreentrant"),
     AccuracyCase(
         "h11", "held-out", LARGE, "zero3", 4, 2048, network=SLOW,
@@ -113,21 +110,27 @@ CASES: tuple[AccuracyCase, ...] = (
 )  # fmt: skip
 
 
-class CheckpointedLM(LM):
-    """The benchmark's model with every block's activations recomputed in backward."""
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(tokens_BT)
-        for layer in self.layers:
-            x_BTD = activation_checkpoint.checkpoint(
-                layer, x_BTD, use_reentrant=False, preserve_rng_state=False
-            )
-        return self.head(self.norm(x_BTD))
+Traced = tuple[sw.Plan, ModelDescription]
 
 
-def build_model(case: AccuracyCase, device: str) -> nn.Module:
-    """The case's model with random weights (or on the meta device, without any)."""
-    kind = LM if case.checkpoint == "none" or device == "meta" else CheckpointedLM
-    torch.manual_seed(0)
-    with torch.device(device):
-        return kind(case.shape)
+def describe_model(
+    size: Size,
+    batch: int,
+    length: int,
+    plan: sw.Plan,
+    device: str,
+    checkpoint: CheckpointKind = "none",
+) -> Traced:
+    """Trace a model on the meta device: the Plan with its units, and what each of them costs."""
+    model = make_model(size, "meta", length)
+    plan = plan.resolve(model)
+    tokens = torch.empty((batch, length), dtype=torch.int64, device="meta")
+    described = sw.describe(
+        model,
+        (tokens, tokens.clone()),
+        plan,
+        loss=compute_loss,
+        device=torch.device(device).type,
+        checkpoint=checkpoint,
+    )
+    return plan, described

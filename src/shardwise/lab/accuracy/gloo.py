@@ -10,84 +10,57 @@ other programs use, `busy` takes the quickest samples of everything instead.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+import shardwise as sw
 from shardwise.calibration.calibrate import calibrate
-from shardwise.children import spawn_ranks
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
-from shardwise.emulation.models import OPTIMIZER, Shape, compute_loss, make_model
-from shardwise.engine.api import shard
-from shardwise.engine.collectives import Group
-from shardwise.engine.local_step import local
-from shardwise.lab.accuracy.kernels import KernelTable, Sizes
-from shardwise.planning.plan import Plan
+from shardwise.lab.accuracy.cases import Traced, describe_model
+from shardwise.lab.accuracy.kernels import KernelTable, Widths
+from shardwise.lab.accuracy.page import tell_prediction
+from shardwise.lab.processes import ask_ranks, time_on_ranks
+from shardwise.lab.rows import say
+from shardwise.lab.steps.cases import MEDIUM, StepCase
+from shardwise.lab.steps.engines import Precision, draw_tokens, wrap_ours
 from shardwise.predict.cost import Costs
-from shardwise.predict.describe import describe
-from shardwise.predict.simulate import simulate
 from shardwise.predict.step import StepOptions
-from shardwise.profiling.timing import Step
+from shardwise.profiling.results import Row
+from shardwise.profiling.timing import alternate, time_calls
+from shardwise.trainer.model import make_model
+from shardwise.trainer.sizes import bench_size
 
 if TYPE_CHECKING:
-    from shardwise.lab.accuracy.rows import Results
+    from shardwise.lab.accuracy.run import Results
 
-RANKS = 2
+RANKS, ROUNDS = 2, 5
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-SHAPE = Shape(layers=6, d_model=256, d_ff=1024, heads=4, vocab=256)
-BATCH, LENGTH = 4, 64
-STEPS, WARMUP = 40, 3
-ROUNDS = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class GlooTask:
-    """What the two ranks run."""
-
-    shape: Shape = SHAPE
-    batch: int = BATCH
-    length: int = LENGTH
-    steps: int = STEPS
-    strategies: tuple[str, ...] = STRATEGIES
-    busy: bool = False
-
-    def plan(self, strategy: str) -> Plan:
-        return Plan.of(strategy, RANKS)
-
-    def sizes(self) -> Sizes:
-        return Sizes(self.batch * self.length, self.shape.d_model, self.shape.vocab)
-
-
-QUICK = GlooTask(Shape(2, 64, 128, 4, 128), 1, 16, steps=2, strategies=("ddp", "zero3"))
+GLOO = StepCase("gloo2", MEDIUM, 4, 64, STRATEGIES, steps=40, warmup=3)
+QUICK = StepCase("gloo2", bench_size(2, 64, 128, 4, 128), 1, 16, ("ddp", "zero3"), 2, warmup=3)
 
 
 def run_gloo(results: Results, quick: bool, busy: bool = False) -> None:
     """Calibrate, time the kernels and the steps on two ranks, then predict each step."""
-    from shardwise.lab.accuracy.rows import say
-
-    task = QUICK if quick else GlooTask()
-    if all(results.has(case=f"gloo2-{name}") for name in task.strategies):
+    case = QUICK if quick else GLOO
+    if all(results.has(case=f"{case.name}-{name}") for name in case.strategies):
         return
-    task = dataclasses.replace(task, busy=busy)
     rounds = []
     for i in range(1 if quick else ROUNDS):
         say(f"gloo, round {i + 1}: calibrating this machine (two ranks)")
         cluster = calibrate("gloo2", ranks=RANKS, quick=quick, busy=busy, tell=say).cluster
         say(f"gloo, round {i + 1}: timing the model's kernels and its steps on two ranks")
-        rounds.append(predict_rows(task, cluster, measure_ranks(task)))
-    results.add([join_rounds(rows) for rows in zip(*rounds, strict=True)])
+        measured = ask_ranks(measure_rank, case, busy, world=RANKS)
+        rounds.append(predict_rows(case, busy, cluster, measured))
+    for rows in zip(*rounds, strict=True):
+        results.add(join_rounds(rows))
 
 
-def join_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_rounds(rows: Sequence[Row]) -> Row:
     """One strategy's rows: each figure's median over the rounds, and the rounds' own."""
     joined = dict(rows[0])
     for key in ("predicted_ms", "measured_ms", "measured_least_ms", "measured_spread_ms"):
@@ -100,135 +73,83 @@ def join_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def measure_ranks(task: GlooTask) -> dict[str, Any]:
-    """Kernel seconds, copy rates and step times, from two fresh processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn_ranks(_measure_rank, (task, folder), RANKS)
-        return json.loads((Path(folder) / "answer.json").read_text())
-
-
-def _measure_rank(rank: int, task: GlooTask, folder: str) -> None:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    table = KernelTable("cpu", quickest=task.busy)
-    described = _describe(task, "zero3")[1]
+def measure_rank(case: StepCase, busy: bool) -> dict[str, Any]:
+    """Kernel seconds, seconds of calls, and step times: what each of the ranks runs."""
+    table = KernelTable("cpu", quickest=busy)
+    described = _describe(case, "zero3")[1]
     dist.barrier()
-    table.measure(described, task.sizes())
+    table.measure(described, _widths(case))
     # The mean of the ranks: the larger of two noisy figures, kernel by kernel, is too large.
     keys = sorted(table.seconds)
     mean = torch.tensor([table.seconds[key] for key in keys], dtype=torch.float64) / RANKS
     dist.all_reduce(mean)
-    calls = {
-        kind: _time_calls(kind, task) for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    found = {
+        "kernels": dict(zip(keys, mean.tolist(), strict=True)),
+        "calls": {kind: _time_calls(kind, busy) for kind in kinds},
+        "steps_ms": _time_steps(case),
     }
-    steps = _time_steps(task)
-    if rank == 0:
-        kernels = dict(zip(keys, mean.tolist(), strict=True))
-        answer = {"kernels": kernels, "steps_ms": steps, "calls": calls}
-        (Path(folder) / "answer.json").write_text(json.dumps(answer))
     dist.barrier()
-    dist.destroy_process_group()
-
-
-def _time_calls(kind: str, task: GlooTask) -> list[tuple[int, float]]:
-    """Seconds that the call itself takes, before anything is waited for, by message size."""
-    group = Group("shard", dist.group.WORLD, RANKS, dist.get_rank(), None)
-    found = []
-    for power in range(12, 26, 2):
-        whole = torch.ones(2**power // 4)
-        part = torch.ones(whole.numel() // RANKS)
-        samples = []
-        for _ in range(12):
-            dist.barrier()
-            began = time.perf_counter()
-            if kind == "all_gather":
-                handle = group.all_gather(whole, part)
-            elif kind == "reduce_scatter":
-                handle = group.reduce_scatter(part, whole)
-            else:
-                handle = group.all_reduce(whole)
-            samples.append(time.perf_counter() - began)
-            handle.wait()
-        found.append((2**power, min(samples) if task.busy else statistics.median(samples)))
     return found
 
 
-def _time_steps(task: GlooTask) -> dict[str, list[float]]:
+def _time_calls(kind: str, busy: bool) -> list[tuple[int, float]]:
+    """Seconds that the call itself takes, before anything is waited for, by message size."""
+    pick = min if busy else statistics.median
+    return [(2**power, pick(time_calls(kind, 2**power, 12))) for power in range(12, 26, 2)]
+
+
+def _time_steps(case: StepCase) -> dict[str, list[float]]:
     """Milliseconds of whole steps, each the slower rank's; the strategies step in turn."""
-    steps = {name: _step_of(task, name) for name in task.strategies}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(WARMUP + task.steps):
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if i >= WARMUP:
-                times[name].append(took.item() * 1e3)
-    return times
+    tokens = draw_tokens(case.size, case.batch, case.length, "cpu")
+    steps = {
+        name: wrap_ours(make_model(case.size, "cpu"), name, Precision()).step_on(*tokens)
+        for name in case.strategies
+    }
+    taken = alternate(steps, case.steps, case.warmup, time_on_ranks)
+    return {name: [sample.step_ms for sample in samples] for name, samples in taken.items()}
 
 
-def _step_of(task: GlooTask, strategy: str) -> Step:
-    model = make_model(task.shape, "cpu")
-    shard(model, task.plan(strategy))
-    optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
-    draw = torch.Generator().manual_seed(1 + dist.get_rank())
-    shape = (2, task.batch, task.length)
-    tokens, targets = torch.randint(0, task.shape.vocab, shape, generator=draw)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        (compute_loss(model, tokens, targets) / RANKS).backward()
-        optimizer.step()
-
-    return step
+def _widths(case: StepCase) -> Widths:
+    return Widths.of(case.size, case.batch, case.length)
 
 
-def _describe(task: GlooTask, strategy: str) -> tuple[Plan, Any]:
-    with torch.device("meta"):
-        model = make_model(task.shape, "meta")
-    plan = task.plan(strategy).resolve(model)
-    tokens = torch.empty((task.batch, task.length), dtype=torch.int64, device="meta")
-    inputs = (tokens, tokens.clone())
-    return plan, describe(model, inputs, plan, loss=compute_loss, device="cpu")
+def _describe(case: StepCase, strategy: str) -> Traced:
+    plan = sw.Plan.of(strategy, RANKS)
+    return describe_model(case.size, case.batch, case.length, plan, "cpu")
 
 
 def predict_rows(
-    task: GlooTask, cluster: Cluster, measured: dict[str, Any]
-) -> list[dict[str, Any]]:
+    case: StepCase, busy: bool, cluster: Cluster, measured: dict[str, Any]
+) -> list[Row]:
     """One row for each strategy."""
     table = KernelTable("cpu", measured["kernels"])
     rows = []
-    for strategy in task.strategies:
-        plan, described = _describe(task, strategy)
+    for strategy in case.strategies:
+        plan, described = _describe(case, strategy)
         calls = {kind: tuple(map(tuple, points)) for kind, points in measured["calls"].items()}
         costs = dataclasses.replace(Costs.of(cluster), call_points=calls)
         # A kernel timed alone has its dispatch in it; what is left is autograd's and the modules'.
         launch = max(0.0, cluster.host.op_s - cluster.device.kernel_s)
-        costs.set_passes(table.passes(described, task.sizes(), launch))
-        timeline = simulate(
+        costs.set_passes(table.passes(described, _widths(case), launch))
+        timeline = sw.simulate(
             plan,
             described,
             cluster,
-            Workload(task.length, task.batch),
+            Workload(case.length, case.batch),
             costs=costs,
             options=StepOptions(loss_inside=False),
         )
         times = measured["steps_ms"][strategy]
         rows.append(
             {
-                "case": f"gloo2-{strategy}",
-                "mode": f"{strategy} {plan.replicate}x{plan.shard}, {task.shape.describe()}",
+                "case": f"{case.name}-{strategy}",
+                "mode": f"{strategy} {plan.replicate}x{plan.shard}, {case.size.describe()}",
                 "set": "gloo",
-                "predicted_ms": timeline.step_ms,
-                "measured_ms": min(times) if task.busy else statistics.median(times),
+                **tell_prediction(timeline),
+                "measured_ms": min(times) if busy else statistics.median(times),
                 "measured_least_ms": min(times),
                 "measured_spread_ms": max(times) - min(times),
-                "breakdown_ms": {k: v / 1e6 for k, v in timeline.breakdown().parts().items()},
             }
         )
     return rows

@@ -2,8 +2,8 @@
 
 Each distinct kernel of a described model runs by itself, at its own shape and dtype, on random
 values (a matrix product's power, and so its clock, depends on them). Nothing of a training step is
-timed here. On a GPU the clock depends on what runs before and after, too: `accuracy_replay` runs
-the same recipes in a step's order.
+timed here. On a GPU the clock depends on what runs before and after, too: `replay` runs the
+same recipes in a step's order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwise.description.model import KernelFact, ModelDescription, Pass
+from shardwise.description.model import KernelFact, ModelDescription, PassFacts
 from shardwise.planning.plan import DTYPES
+from shardwise.trainer.sizes import Size
 
 Run = Callable[[], object]
+Draw = Callable[..., Tensor]  # random numbers of a shape
+Forward = tuple[Callable[[], Tensor], tuple[Tensor, ...]]
 SPIN_CYCLES = 20_000_000  # about 10 ms: the host queues its launches behind it
 GROUP_S = 0.01  # of kernels between two events
 GROUPS = 3
@@ -31,12 +35,16 @@ UNARY = ("silu", "gelu", "relu", "sigmoid", "neg", "exp", "sqrt", "rsqrt", "clon
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Widths:
     """What an operator's bytes do not tell: the model's widths."""
 
     tokens: int
     width: int
     vocab: int
+
+    @classmethod
+    def of(cls, size: Size, batch: int, length: int) -> Widths:
+        return cls(batch * length, size.d_model, size.vocab)
 
 
 @dataclass
@@ -47,34 +55,36 @@ class KernelTable:
     seconds: dict[str, float] = field(default_factory=dict)
     quickest: bool = False  # on a CPU: the sample that nothing disturbed, not the median
 
-    def measure(self, description: ModelDescription, sizes: Sizes) -> int:
+    def measure(self, description: ModelDescription, widths: Widths) -> int:
         """Time the kernels that are not known yet; gives how many those were."""
         new = 0
         for part, direction in passes(description):
             for kernel in part.kernels:
-                key = key_of(kernel, direction, sizes)
+                key = key_of(kernel, direction, widths)
                 if key not in self.seconds:
-                    self.seconds[key] = self._time(kernel, direction, sizes)
+                    self.seconds[key] = self._time(kernel, direction, widths)
                     new += 1
         return new
 
-    def _time(self, kernel: KernelFact, direction: str, sizes: Sizes) -> float:
-        place = torch.device(self.device)
+    def _time(self, kernel: KernelFact, direction: str, widths: Widths) -> float:
+        device = torch.device(self.device)
         # In a model, operands and results are rarely in a CPU's caches: take turns on many.
-        sets = 1 if place.type == "cuda" else int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
-        runs = [recipe(kernel, direction, sizes, place) for _ in range(sets)]
-        return time_on(_in_turn(runs), place, quickest=self.quickest)
+        sets = (
+            1 if device.type == "cuda" else int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
+        )
+        runs = [recipe(kernel, direction, widths, device) for _ in range(sets)]
+        return time_on(_in_turn(runs), device, quickest=self.quickest)
 
-    def total(self, part: Pass, direction: str, sizes: Sizes, launch: float = 0.0) -> float:
+    def total(self, part: PassFacts, direction: str, widths: Widths, launch: float = 0.0) -> float:
         """Seconds of a pass: its kernels one after the other, and `launch` for each."""
-        seconds = sum(self.seconds[key_of(k, direction, sizes)] * k.count for k in part.kernels)
+        seconds = sum(self.seconds[key_of(k, direction, widths)] * k.count for k in part.kernels)
         return seconds + part.launches * launch
 
     def passes(
-        self, description: ModelDescription, sizes: Sizes, launch: float = 0.0
-    ) -> list[tuple[Pass, float]]:
+        self, description: ModelDescription, widths: Widths, launch: float = 0.0
+    ) -> list[tuple[PassFacts, float]]:
         """Every pass of the description with its seconds, for `Costs.set_passes`."""
-        return [(p, self.total(p, d, sizes, launch)) for p, d in passes(description)]
+        return [(p, self.total(p, d, widths, launch)) for p, d in passes(description)]
 
 
 def _in_turn(runs: list[Run]) -> Run:
@@ -89,152 +99,126 @@ def _in_turn(runs: list[Run]) -> Run:
     return run
 
 
-def passes(description: ModelDescription) -> Iterable[tuple[Pass, str]]:
+def passes(description: ModelDescription) -> Iterable[tuple[PassFacts, str]]:
     for _, segment in description.segments:
         yield segment.forward, "forward"
         yield segment.recompute, "forward"
         yield segment.backward, "backward"
 
 
-def key_of(kernel: KernelFact, direction: str, sizes: Sizes) -> str:
-    layout = _layout(kernel, direction, sizes) if kernel.kind == "matmul" else ""
+def key_of(kernel: KernelFact, direction: str, widths: Widths) -> str:
+    layout = _layout(kernel, direction, widths) if kernel.kind == "matmul" else ""
     shape = "x".join(map(str, kernel.shape))
     size = f"{shape}:{kernel.batch}:{kernel.bytes:.0f}"
     return f"{kernel.kind}:{kernel.op}:{kernel.dtype}:{size}:{layout}"
 
 
-def _layout(kernel: KernelFact, direction: str, sizes: Sizes) -> str:
+def _layout(kernel: KernelFact, direction: str, widths: Widths) -> str:
     """How operands lie: forward x W^T, backward dY W for the input and dY^T x for the weight."""
     if direction == "forward":
         return "nt"
-    return "tn" if kernel.shape[2] == sizes.tokens and kernel.shape[0] != sizes.tokens else "nn"
+    return "tn" if kernel.shape[2] == widths.tokens and kernel.shape[0] != widths.tokens else "nn"
 
 
-def recipe(kernel: KernelFact, direction: str, sizes: Sizes, device: torch.device) -> Run:
+def recipe(kernel: KernelFact, direction: str, widths: Widths, device: torch.device) -> Run:
     """A function that runs this kernel once."""
     dtype = DTYPES.get(kernel.dtype, torch.float32)
+    draw: Draw = partial(torch.randn, device=device, dtype=dtype)
     if kernel.kind == "matmul":
-        return _matmul(kernel, _layout(kernel, direction, sizes), dtype, device)
-    if kernel.kind == "attention":
-        return _attention(kernel, dtype, device)
-    special = _SPECIAL.get(kernel.op)
-    if special is not None and kernel.bytes > 2**16:
-        return special(kernel, sizes, dtype, device)
-    return _elementwise(kernel, dtype, device)
+        return _matmul(kernel, _layout(kernel, direction, widths), draw)
+    special = kernel.op if kernel.bytes > 2**16 else ""
+    make = _SPECIAL.get(kernel.kind if kernel.kind == "attention" else special)
+    if make is None:
+        return _elementwise(kernel, dtype, draw)
+    forward, inputs = make(kernel, widths, draw)
+    return _gradient(forward, inputs) if "backward" in kernel.op else forward
 
 
-def _matmul(kernel: KernelFact, layout: str, dtype: torch.dtype, device: torch.device) -> Run:
+def _matmul(kernel: KernelFact, layout: str, draw: Draw) -> Run:
     m, n, k = kernel.shape
     batch = (kernel.batch,) if kernel.batch > 1 else ()
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn((*batch, *shape), device=device, dtype=dtype)
-
     if layout == "nt":
-        left, right = draw(m, k), draw(n, k).transpose(-1, -2)
+        left, right = draw(*batch, m, k), draw(*batch, n, k).transpose(-1, -2)
     elif layout == "tn":
-        left, right = draw(k, m).transpose(-1, -2), draw(k, n)
+        left, right = draw(*batch, k, m).transpose(-1, -2), draw(*batch, k, n)
     else:
-        left, right = draw(m, k), draw(k, n)
+        left, right = draw(*batch, m, k), draw(*batch, k, n)
     return lambda: left @ right
 
 
-def _attention(kernel: KernelFact, dtype: torch.dtype, device: torch.device) -> Run:
-    batch, heads, queries, keys, width = kernel.shape
-    backward = "backward" in kernel.op
-
-    def draw(length: int) -> Tensor:
-        made = torch.randn((batch, length, heads, width), device=device, dtype=dtype)
-        return made.transpose(1, 2).requires_grad_(backward)
-
-    q, k, v = draw(queries), draw(keys), draw(keys)
-    causal = queries == keys
-
-    def attend() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return _gradient(attend, (q, k, v)) if backward else attend
+def _elementwise(kernel: KernelFact, dtype: torch.dtype, draw: Draw) -> Run:
+    if kernel.op == "_to_copy":
+        # From or to 16 bits: 6 bytes an element together.
+        other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+        source = draw(max(1, int(kernel.bytes // 6)), dtype=torch.float32).to(other)
+        return lambda: source.to(dtype)
+    arrays = 2 if kernel.op in UNARY else 3
+    count = max(1, int(kernel.bytes // (arrays * dtype.itemsize)))
+    first = draw(count)
+    if arrays == 2:
+        return lambda: functional.silu(first)
+    second = draw(count)
+    return lambda: first + second
 
 
 def _gradient(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Run:
     """Only the backward kernels of `forward`."""
+    for tensor in inputs:
+        tensor.requires_grad_()
     with torch.enable_grad():
         output = forward()
     incoming = torch.randn_like(output)
     return lambda: torch.autograd.grad(output, inputs, incoming, retain_graph=True)
 
 
-def _elementwise(kernel: KernelFact, dtype: torch.dtype, device: torch.device) -> Run:
-    if kernel.op == "_to_copy":
-        # From or to 16 bits: 6 bytes an element together.
-        other = torch.bfloat16 if dtype is torch.float32 else torch.float32
-        source = torch.randn(max(1, int(kernel.bytes // 6)), device=device).to(other)
-        return lambda: source.to(dtype)
-    arrays = 2 if kernel.op in UNARY else 3
-    count = max(1, int(kernel.bytes // (arrays * dtype.itemsize)))
-    first = torch.randn(count, device=device, dtype=dtype)
-    if arrays == 2:
-        return lambda: torch.nn.functional.silu(first)
-    second = torch.randn(count, device=device, dtype=dtype)
-    return lambda: first + second
+# What a kernel's forward is, and the tensors that its backward gives gradients of.
 
 
-def _norm(kernel: KernelFact, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Run:
-    backward = kernel.op.endswith("backward")
-    arrays = 3 if backward else 2
-    rows = max(1, int(kernel.bytes // (arrays * dtype.itemsize * sizes.width)))
-    x = torch.randn((rows, sizes.width), device=device, dtype=dtype, requires_grad=backward)
-    weight = torch.ones(sizes.width, device=device, dtype=dtype, requires_grad=backward)
-
-    def norm() -> Tensor:
-        return functional.rms_norm(x, (sizes.width,), weight)
-
-    return _gradient(norm, (x, weight)) if backward else norm
+def _attention(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    batch, heads, queries, keys, width = kernel.shape
+    q, k, v = (draw(batch, n, heads, width).transpose(1, 2) for n in (queries, keys, keys))
+    attend = functional.scaled_dot_product_attention
+    return lambda: attend(q, k, v, is_causal=queries == keys), (q, k, v)
 
 
-def _softmax(kernel: KernelFact, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Run:
-    backward = kernel.op != "_log_softmax"
-    arrays = 3 if backward else 2
-    rows = max(1, int(kernel.bytes // (arrays * dtype.itemsize * sizes.vocab)))
-    x = torch.randn((rows, sizes.vocab), device=device, dtype=dtype, requires_grad=backward)
-
-    def softmax() -> Tensor:
-        return functional.log_softmax(x, -1)
-
-    return _gradient(softmax, (x,)) if backward else softmax
+def _draw_rows(kernel: KernelFact, width: int, draw: Draw) -> Tensor:
+    """As many rows of this width as the kernel's bytes hold, in each tensor that it moves."""
+    tensors = 3 if "backward" in kernel.op else 2
+    itemsize = DTYPES.get(kernel.dtype, torch.float32).itemsize
+    return draw(max(1, int(kernel.bytes // (tensors * itemsize * width))), width)
 
 
-def _nll(kernel: KernelFact, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Run:
-    backward = kernel.op.endswith("backward")
-    x = torch.randn((sizes.tokens, sizes.vocab), device=device, dtype=dtype, requires_grad=backward)
-    target = torch.randint(0, sizes.vocab, (sizes.tokens,), device=device)
-
-    def loss() -> Tensor:
-        return functional.nll_loss(x, target)
-
-    return _gradient(loss, (x,)) if backward else loss
+def _norm(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    x = _draw_rows(kernel, widths.width, draw)
+    weight = torch.ones_like(x[0])
+    return lambda: functional.rms_norm(x, (widths.width,), weight), (x, weight)
 
 
-def _embedding(kernel: KernelFact, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Run:
-    backward = kernel.op.endswith("backward")
-    table = torch.randn(
-        (sizes.vocab, sizes.width), device=device, dtype=dtype, requires_grad=backward
-    )
-    tokens = torch.randint(0, sizes.vocab, (sizes.tokens,), device=device)
-
-    def look_up() -> Tensor:
-        return functional.embedding(tokens, table)
-
-    return _gradient(look_up, (table,)) if backward else look_up
+def _softmax(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    x = _draw_rows(kernel, widths.vocab, draw)
+    return lambda: functional.log_softmax(x, -1), (x,)
 
 
-def _cat(kernel: KernelFact, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Run:
-    rows = max(1, int(kernel.bytes // (2 * 3 * dtype.itemsize * sizes.width)))
-    parts = [torch.randn((rows, sizes.width), device=device, dtype=dtype) for _ in range(3)]
-    return lambda: torch.cat(parts, dim=-1)
+def _nll(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    x = draw(widths.tokens, widths.vocab)
+    target = torch.randint(0, widths.vocab, (widths.tokens,), device=x.device)
+    return lambda: functional.nll_loss(x, target), (x,)
 
 
-_SPECIAL: Mapping[str, Callable[[KernelFact, Sizes, torch.dtype, torch.device], Run]] = {
+def _embedding(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    table = draw(widths.vocab, widths.width)
+    tokens = torch.randint(0, widths.vocab, (widths.tokens,), device=table.device)
+    return lambda: functional.embedding(tokens, table), (table,)
+
+
+def _cat(kernel: KernelFact, widths: Widths, draw: Draw) -> Forward:
+    whole = _draw_rows(kernel, 3 * widths.width, draw)
+    parts = tuple(part.contiguous() for part in whole.chunk(3, dim=-1))
+    return lambda: torch.cat(parts, dim=-1), parts
+
+
+_SPECIAL: Mapping[str, Callable[[KernelFact, Widths, Draw], Forward]] = {
+    "attention": _attention,
     "fused_rms_norm": _norm,
     "fused_rms_norm_backward": _norm,
     "_log_softmax": _softmax,

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from shardwise.description.model import ModelDescription, Pass
-from shardwise.lab.accuracy.kernels import Run, Sizes, key_of, recipe
+from shardwise.description.model import ModelDescription, PassFacts
+from shardwise.lab.accuracy.kernels import Run, Widths, key_of, recipe
+from shardwise.profiling.timing import Moment, mark_moment, seconds_between
 
 SETTLE_S = 1.0  # until the clock is steady
 TIMED_S = 1.0  # an H200's clock swings about its mean once a second
@@ -41,13 +42,13 @@ class Beside:
 class Replayed:
     """Measured passes, and how far the clock fell."""
 
-    passes: list[tuple[Pass, float]]
+    passes: list[tuple[PassFacts, float]]
     first_s: float  # all kernels, in the first round
     settled_s: float  # and in those that count
     slowdown: float  # what a pause took, over what it was to take
 
 
-def in_step_order(description: ModelDescription) -> Iterator[tuple[Pass, str]]:
+def in_step_order(description: ModelDescription) -> Iterator[tuple[PassFacts, str]]:
     """The passes of one micro-batch with the direction their products run in."""
     for _, segment in description.segments:
         yield segment.forward, "forward"
@@ -59,7 +60,7 @@ def in_step_order(description: ModelDescription) -> Iterator[tuple[Pass, str]]:
 
 def replay(
     description: ModelDescription,
-    sizes: Sizes,
+    widths: Widths,
     device: str,
     beside: Beside,
     settle_s: float = SETTLE_S,
@@ -67,8 +68,8 @@ def replay(
 ) -> Replayed:
     """Run the passes until the clock has settled, then time each: means, of equal passes too."""
     work = [(part, way) for part, way in in_step_order(description) if part.kernels]
-    keys = [tuple((key_of(k, way, sizes), k.count) for k in part.kernels) for part, way in work]
-    rounds = _Rounds(work, keys, sizes, torch.device(device), beside)
+    keys = [tuple((key_of(k, way, widths), k.count) for k in part.kernels) for part, way in work]
+    rounds = _Rounds(work, keys, widths, torch.device(device), beside)
     first, timed = rounds.run(settle_s, timed_s)
     seconds: dict[Any, list[float]] = defaultdict(list)
     for taken in timed:
@@ -97,21 +98,21 @@ class _Rounds:
 
     def __init__(
         self,
-        work: list[tuple[Pass, str]],
+        work: list[tuple[PassFacts, str]],
         keys: list[tuple[tuple[str, int], ...]],
-        sizes: Sizes,
-        place: torch.device,
+        widths: Widths,
+        device: torch.device,
         beside: Beside,
     ) -> None:
-        self.place, self.pause = place, beside.pause
+        self.device, self.pause = device, beside.pause
         runs: dict[str, Run] = {}
         for (part, way), names in zip(work, keys, strict=True):
             for kernel, (key, _) in zip(part.kernels, names, strict=True):
                 if key not in runs:
-                    runs[key] = recipe(kernel, way, sizes, place)
+                    runs[key] = recipe(kernel, way, widths, device)
         self.passes = [[runs[key] for key, count in names for _ in range(count)] for names in keys]
         share = beside.copies / max(1, len(work))
-        self.copy = _copy(int(share * beside.copy_bytes_per_s / 8), place)
+        self.copy = _copy(int(share * beside.copy_bytes_per_s / 8), device)
         # Where in the round the pauses are: evenly among its passes.
         pauses = round(beside.pauses / PAUSE_S) if beside.pause is not None else 0
         self.pauses = Counter(i * len(work) // pauses for i in range(pauses))
@@ -121,21 +122,21 @@ class _Rounds:
         _wait_for(self._issue()[-1])  # libraries load their kernels
         began = time.perf_counter()
         first = self._issue()
-        before: deque[list[Any]] = deque([first])
-        kept: list[list[Any]] = []
-        while len(kept) < LEAST or time.perf_counter() - began < settle_s + timed_s:
+        before: deque[list[Moment]] = deque([first])
+        timed: list[list[Moment]] = []
+        while len(timed) < LEAST or time.perf_counter() - began < settle_s + timed_s:
             settled = time.perf_counter() - began >= settle_s
             marks = self._issue()
             if settled:
-                kept.append(marks)
+                timed.append(marks)
             before.append(marks)
             if len(before) > 1:  # the host stays one round ahead
                 _wait_for(before.popleft()[-1])
         _wait_for(before[-1][-1])
-        return self._read(first), [self._read(marks) for marks in kept]
+        return self._read(first), [self._read(marks) for marks in timed]
 
     @torch.no_grad()
-    def _issue(self) -> list[Any]:
+    def _issue(self) -> list[Moment]:
         marks = []
         for i, runs in enumerate(self.passes):
             marks.append(self._mark())
@@ -151,16 +152,12 @@ class _Rounds:
                 marks.append(self._mark())
         return marks
 
-    def _mark(self) -> Any:
-        if self.place.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _mark(self) -> Moment:
+        return mark_moment(self.device.type == "cuda")
 
-    def _read(self, marks: list[Any]) -> _Taken:
+    def _read(self, marks: list[Moment]) -> _Taken:
         """Marks come in pairs: of a pass's kernels, then of each pause after it."""
-        taken = iter([_between(a, b) for a, b in zip(marks[0::2], marks[1::2], strict=True)])
+        taken = iter([seconds_between(a, b) for a, b in zip(marks[0::2], marks[1::2], strict=True)])
         kernels, pauses = [], []
         for i in range(len(self.passes)):
             kernels.append(next(taken))
@@ -168,20 +165,14 @@ class _Rounds:
         return _Taken(kernels, pauses)
 
 
-def _copy(count: int, place: torch.device) -> Callable[[], Any] | None:
+def _copy(count: int, device: torch.device) -> Callable[[], Any] | None:
     """Copies so many elements of 4 bytes."""
     if count < 1:
         return None
-    source, target = (torch.ones(count, device=place) for _ in range(2))
+    source, target = (torch.ones(count, device=device) for _ in range(2))
     return lambda: target.copy_(source)
 
 
-def _between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def _wait_for(mark: Any) -> None:
-    if not isinstance(mark, float):
+def _wait_for(mark: Moment) -> None:
+    if isinstance(mark, torch.cuda.Event):
         mark.synchronize()

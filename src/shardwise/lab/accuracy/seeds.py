@@ -10,24 +10,23 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import shardwise as sw
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import Members
 from shardwise.description.model import KernelFact, ModelDescription
-from shardwise.description.preset import Preset
+from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
+from shardwise.lab.accuracy.page import tell_prediction
+from shardwise.lab.exercises.ffn import SEQUENCE
 from shardwise.lab.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
-from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
-from shardwise.predict.describe import describe, describe_preset
-from shardwise.predict.simulate import simulate
+from shardwise.predict.describe import describe_preset
 from shardwise.predict.step import StepOptions
+from shardwise.profiling.results import Row
 from shardwise.timeline import Timeline
-
-Row = dict[str, Any]
 
 # Seed 000: one H200 alone, a micro-batch of 1 and of 2 sequences (`shardwise bench ffn`).
 MICRO_BATCH_S = {1: 0.6601, 2: 1.3175}  # benchmarks/results/ffn-h200.json
-FFN_SEQUENCE = 4096
 FFN_NOTE = (
     "Seed 000: what goes in is one GPU's time of a micro-batch of 1 and of 2 sequences, "
     f"{MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 (`shardwise "
@@ -40,28 +39,30 @@ FFN_REPORTED_MS = {"hsdp, delayed": 2145.8, "hsdp": 2698.9, "fsdp": 2693.5}
 def seed_000(accumulate: int = 2, ratio: int = 2, engine: str = "fsdp2") -> dict[str, Timeline]:
     """HSDP with the all-reduce delayed, HSDP, and FSDP over all four ranks, with uneven work."""
     plans = {
-        "hsdp, delayed": Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last"),
-        "hsdp": Plan.of("hsdp", (2, 2)),
-        "fsdp": Plan.of("zero3", 4),
+        "hsdp, delayed": sw.Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last"),
+        "hsdp": sw.Plan.of("hsdp", (2, 2)),
+        "fsdp": sw.Plan.of("zero3", 4),
     }
     cluster = Cluster.load("h100x8")
-    workload = Workload.alternating(FFN_SEQUENCE, ratio, accumulate)
+    workload = Workload.alternating(SEQUENCE, ratio, accumulate)
     return {mode: _run_ffn(plan, cluster, workload, ratio, engine) for mode, plan in plans.items()}
 
 
 def delayed_000() -> list[str]:
     """The delayed mode by each engine, and by how many reduces may be under way in ours."""
-    cluster, workload = Cluster.load("h100x8"), Workload.alternating(FFN_SEQUENCE, 2, 2)
+    cluster, workload = Cluster.load("h100x8"), Workload.alternating(SEQUENCE, 2, 2)
     told = []
     for engine, depth in (("fsdp2", 1), ("shardwise", 1), ("shardwise", 4)):
-        plan = Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last", reduce_depth=depth)
+        plan = sw.Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last", reduce_depth=depth)
         timeline = _run_ffn(plan, cluster, workload, 2, engine)
         name = f"{engine}, reduce_depth={depth}" if engine == "shardwise" else engine
         told.append(f"{name}: {timeline.breakdown()}")
     return told
 
 
-def _run_ffn(plan: Plan, cluster: Cluster, workload: Workload, ratio: int, engine: str) -> Timeline:
+def _run_ffn(
+    plan: sw.Plan, cluster: Cluster, workload: Workload, ratio: int, engine: str
+) -> Timeline:
     described: dict[int, ModelDescription] = {}
     base = Costs.of(cluster)
     measured = []
@@ -73,24 +74,12 @@ def _run_ffn(plan: Plan, cluster: Cluster, workload: Workload, ratio: int, engin
         measured += [(p, base.compute(p) * scale) for p in passes]
     costs = Costs.of(cluster)
     costs.set_passes(measured)
-    units = tuple(described[1].units)
-    resolved = plan.resolve(_ffn_module(workload.sequence))
-    assert len(units) == len(resolved.require_units())
-    return simulate(
-        resolved,
-        described,
-        cluster,
-        workload,
-        costs=costs,
-        engine=engine,
-        options=StepOptions(optimizer=False),
+    resolved = plan.resolve(load_preset("ffn8").build(workload.sequence))
+    assert len(described[1].units) == len(resolved.require_units())
+    options = StepOptions(optimizer=False)
+    return sw.simulate(
+        resolved, described, cluster, workload, costs=costs, engine=engine, options=options
     )
-
-
-def _ffn_module(context: int) -> Any:
-    from shardwise.description.preset import load_preset
-
-    return load_preset("ffn8").build(context)
 
 
 def micro_batch_seconds(size: int) -> float:
@@ -106,9 +95,8 @@ def rows_000() -> Iterator[Row]:
         yield {
             "seed": "000",
             "mode": mode,
-            "predicted_ms": timeline.step_ms,
+            **tell_prediction(timeline),
             "reported_ms": FFN_REPORTED_MS[mode],
-            "breakdown_ms": _milliseconds(timeline),
             "note": FFN_NOTE,
         }
 
@@ -153,9 +141,9 @@ def seed_001() -> dict[str, Timeline]:
     size = 32 * 2**20  # the larger of its two communication sizes
     results = {}
     for mode, strategy in (("ddp", "ddp"), ("sharded", "zero1")):
-        plan = Plan.of(strategy, 8, bucket_bytes=size).resolve(model)
-        described = describe(model, QWEN.inputs(workload), plan)
-        results[mode] = simulate(plan, described, cluster, workload)
+        plan = sw.Plan.of(strategy, 8, bucket_bytes=size).resolve(model)
+        described = sw.describe(model, QWEN.inputs(workload), plan)
+        results[mode] = sw.simulate(plan, described, cluster, workload)
     return results
 
 
@@ -172,7 +160,7 @@ def rows_001() -> Iterator[Row]:
 
 # Seed 002: Llama-3 8B, data parallel 16 x tensor parallel 8, 128 H100. The document gives neither
 # batch nor sequence; 2 sequences of 8,192 for each data-parallel rank are assumed.
-LLAMA = {"d": 4096, "ff": 14336, "heads": 32, "kv": 8, "layers": 32, "vocab": 128_256}
+LLAMA = load_preset("llama8b")
 GRAPH_TOKENS = 2 * 8192
 DATA, TENSOR = 16, 8
 VARIANTS: dict[str, tuple[GraphPolicy, float | None, float | None]] = {
@@ -210,9 +198,9 @@ def llama_graph(costs: Costs) -> GraphModel:
     """One layer's 17 compute nodes of Llama-3 8B on one of 8 tensor-parallel ranks, which keep
     their slice of the sequence between the products (two gathers and two scatters a layer).
     """
-    d, ff, tokens = LLAMA["d"], LLAMA["ff"] // TENSOR, GRAPH_TOKENS
-    width = d // LLAMA["heads"]
-    q, kv = d // TENSOR, LLAMA["kv"] * width // TENSOR
+    d, ff, tokens = LLAMA.d_model, LLAMA.d_ff // TENSOR, GRAPH_TOKENS
+    width = d // LLAMA.heads
+    q, kv = d // TENSOR, LLAMA.kv_heads * width // TENSOR
     part = tokens // TENSOR
 
     def mm(name: str, m: int, n: int, k: int, **more: Any) -> GraphNode:
@@ -226,9 +214,9 @@ def llama_graph(costs: Costs) -> GraphModel:
 
     whole, sliced = 2 * tokens * d, part * d
     attention = KernelFact(
-        "attention", 2.0 * 2 * 8192 * 8192 * width * (LLAMA["heads"] // TENSOR) * 2 / 2,
+        "attention", 2.0 * 2 * 8192 * 8192 * width * (LLAMA.heads // TENSOR) * 2 / 2,
         2.0 * tokens * (2 * q + 2 * kv), "bfloat16",
-        (2, LLAMA["heads"] // TENSOR, 8192, 8192, width),
+        (2, LLAMA.heads // TENSOR, 8192, 8192, width),
     )  # fmt: skip
     gather = {"collective": "all_gather", "collective_bytes": whole}
     scatter = {"collective": "reduce_scatter", "collective_bytes": whole}
@@ -254,7 +242,7 @@ def llama_graph(costs: Costs) -> GraphModel:
     )
     parameters = 8.03e9 / (DATA * TENSOR)
     return GraphModel(
-        LLAMA["layers"],
+        LLAMA.layers,
         forward,
         backward,
         norm_bytes=2 * 2 * d,
@@ -282,16 +270,11 @@ def rows_002() -> Iterator[Row]:
         row: Row = {
             "seed": "002",
             "mode": name,
-            "predicted_ms": timeline.step_ms,
+            **tell_prediction(timeline),
             "reported_ms": reported_ms,
             "compared": "order",
             "note": GRAPH_NOTE,
-            "breakdown_ms": _milliseconds(timeline),
         }
         if name in BY_BYTES:
             row |= {"predicted_bytes": timeline.peak().total, "reported_bytes": reported_bytes}
         yield row
-
-
-def _milliseconds(timeline: Timeline) -> dict[str, float]:
-    return {name: value / 1e6 for name, value in timeline.breakdown().parts().items()}

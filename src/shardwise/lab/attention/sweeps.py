@@ -1,12 +1,6 @@
 # mypy: disable-error-code="import-not-found,import-untyped"
 """`shardwise bench attention`: forward, backward and both, per backend, dtype, width and length.
 
-Three sweeps, named as the tables of the document that they repeat on this GPU:
-
-tables45  (8, seq, dim), fp32, not causal: plain attention, eager and compiled, and Triton
-table7    (1, seq, dim), causal, bf16 and fp32: plain attention, Triton, torch's flash, cuDNN
-heads     (1, 16, seq, dim), causal, bf16: what a training step of a long context sees
-
 No row without parity: a backend is first compared with float64 on the same or a shorter sequence.
 Times are medians by `triton.testing.do_bench`, which empties the cache between calls; Triton is
 called as the document calls it, `FlashAttention.apply(q, k, v, is_causal)`. TFLOP/s count the
@@ -21,7 +15,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -29,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.emulation.models import eager
 from shardwise.errors import UserError
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention
-from shardwise.lab.attention.plot import make_picture
+from shardwise.lab.attention.picture import make_picture
 from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
-from shardwise.lab.rows import RowFile, measured_elsewhere, read_rows
-from shardwise.profiling.timing import describe_environment
+from shardwise.lab.processes import explain_failure
+from shardwise.lab.rows import RowFile, only_draw
+from shardwise.trainer.model import attend_plainly
 
 DOCUMENT = ("table7", "tables45")
 SWEEPS = ("heads", *DOCUMENT)
@@ -51,7 +46,7 @@ TABLE7 += [("tf32", b) for b in ("triton", "plain")]
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """One row to be: a backend on a shape."""
 
     sweep: str
@@ -74,10 +69,10 @@ class Case:
 
 
 @dataclass
-class Row:
+class AttentionRow:
     """What was measured. Times in ms; bytes are beyond the inputs; `seed` is the document's."""
 
-    case: Case
+    case: AttentionCase
     parity: float | None = None
     ms: dict[str, float] = field(default_factory=dict)
     tflops: dict[str, float] = field(default_factory=dict)
@@ -88,7 +83,7 @@ class Row:
     failure: str | None = None
 
 
-def seed_figures(case: Case) -> dict[str, float]:
+def seed_figures(case: AttentionCase) -> dict[str, float]:
     """The document's figures for this row, in ms and GB; empty if it has none."""
     if case.sweep == "tables45" and case.backend in ("plain", "compiled"):
         found = tables_4_and_5(case.dim, case.seq)
@@ -104,17 +99,17 @@ def seed_figures(case: Case) -> dict[str, float]:
     return {}
 
 
-def make_cases(sweeps: tuple[str, ...], quick: bool) -> list[Case]:
+def make_cases(sweeps: tuple[str, ...], quick: bool) -> list[AttentionCase]:
     """In the order of measuring: last what no promise is made about, long sequences of other widths
     than 128."""
-    cases: list[Case] = []
+    cases: list[AttentionCase] = []
     lengths: tuple[int, ...]
     if "heads" in sweeps:
         lengths = (128,) if quick else (8192, 16384, 32768, 65536)
         for dim in (128, 64):
             for seq in lengths:
                 for backend in ("triton", "flash", "cudnn"):
-                    cases.append(Case("heads", backend, "bf16", 1, 16, seq, dim, True))
+                    cases.append(AttentionCase("heads", backend, "bf16", 1, 16, seq, dim, True))
     if "table7" in sweeps:
         lengths = (128,) if quick else (128, 1024, 8192, 32768, 65536, 131072)
         for seq in lengths:
@@ -123,12 +118,12 @@ def make_cases(sweeps: tuple[str, ...], quick: bool) -> list[Case]:
                     # What is not asked for and takes long: quadratic memory, and tf32.
                     slow = backend == "plain" or kind == "tf32"
                     if not slow or seq <= 32768 or (seq, dim, kind) == (65536, 128, "bf16"):
-                        cases.append(Case("table7", backend, kind, 1, 1, seq, dim, True))
+                        cases.append(AttentionCase("table7", backend, kind, 1, 1, seq, dim, True))
     if "tables45" in sweeps:
         for dim in (16,) if quick else (16, 32, 64, 128):
             for seq in (128,) if quick else (256, 1024, 4096, 8192, 16384):
                 for backend in ("plain", "compiled", "triton"):
-                    cases.append(Case("tables45", backend, "fp32", 8, 1, seq, dim, False))
+                    cases.append(AttentionCase("tables45", backend, "fp32", 8, 1, seq, dim, False))
     return sorted(cases, key=lambda c: c.seq > 32768 and c.heads == 1 and c.dim != 128)
 
 
@@ -139,7 +134,7 @@ class Bench:
         """Without ceilings, rows say nothing of what fraction of them they reach."""
         self.quick = quick
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.compiled = torch.compile(eager, dynamic=True)  # once for all shapes
+        self.compiled = torch.compile(attend_plainly, dynamic=True)  # once for all shapes
         self.parities: dict[tuple[str, str, str, int, int], float] = {}
         self.ceilings = {kind: self.ceiling(kind) for kind in DTYPES} if ceilings else {}
 
@@ -162,9 +157,9 @@ class Bench:
             times.append((time.perf_counter() - began) * 1e3)
         return statistics.median(times)
 
-    def function(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def function(self, case: AttentionCase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if case.backend == "plain":
-            return lambda q, k, v: eager(q, k, v, case.causal)
+            return lambda q, k, v: attend_plainly(q, k, v, case.causal)
         if case.backend == "compiled":
             return lambda q, k, v: self.compiled(q, k, v, case.causal)
         if case.backend == "triton":
@@ -172,13 +167,13 @@ class Bench:
         backend = case.backend if self.device == "cuda" else "reference"
         return lambda q, k, v: attention(q, k, v, causal=case.causal, backend=backend)
 
-    def inputs(self, case: Case, seq: int) -> list[Tensor]:
+    def inputs(self, case: AttentionCase, seq: int) -> list[Tensor]:
         heads = () if case.sweep in DOCUMENT else (case.heads,)
         size = (case.batch, *heads, seq, case.dim)
         made = [torch.randn(size, device=self.device, dtype=DTYPES[case.kind]) for _ in range(4)]
         return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
 
-    def parity(self, case: Case) -> float:
+    def parity(self, case: AttentionCase) -> float:
         """The largest relative error of o, dq, dk, dv against float64, on a shorter sequence."""
         longest = PARITY_LENGTHS["one head" if case.batch * case.heads == 1 else "more"]
         length = 32 if self.quick else min(case.seq, longest)
@@ -198,8 +193,8 @@ class Bench:
             self.parities[key] = math.nan if any(map(math.isnan, gaps)) else max(gaps)
         return self.parities[key]
 
-    def measure(self, case: Case) -> Row:
-        row = Row(case, seed=seed_figures(case))
+    def measure(self, case: AttentionCase) -> AttentionRow:
+        row = AttentionRow(case, seed=seed_figures(case))
         gc.collect()
         gc.disable()  # its pauses are as long as a short attention
         try:
@@ -209,17 +204,15 @@ class Bench:
                     self.fill(row)
                 else:
                     row.failure = f"differs from float64 by {row.parity:.1e}: not timed"
-        except torch.OutOfMemoryError:
-            row.failure = "out of memory"
-        except (RuntimeError, ValueError) as failure:
-            row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
+        except (RuntimeError, ValueError) as error:
+            row.failure = explain_failure(error)
         finally:
             gc.enable()
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return row
 
-    def fill(self, row: Row) -> None:
+    def fill(self, row: AttentionRow) -> None:
         case, call = row.case, self.function(row.case)
         *qkv, do = self.inputs(case, case.seq)
         if self.device == "cuda":
@@ -252,58 +245,49 @@ def _triton_version() -> str | None:
         return None
 
 
-class _tf32:
+@contextmanager
+def _tf32(allow: bool) -> Iterator[None]:
     """Let torch's own fp32 products use tf32, or not."""
-
-    def __init__(self, allow: bool) -> None:
-        self.allow = allow
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self.allow
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self.before
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allow
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def print_row(row: Row) -> None:
+def print_row(row: AttentionRow) -> None:
     case = row.case
-    words = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
-    words += f"{case.backend:10}"
+    line = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
+    line += f"{case.backend:10}"
     if row.failure is not None:
-        print(words + row.failure, flush=True)
+        print(line + row.failure, flush=True)
         return
     for name in PASSES:
         seed = f"({row.seed[name]:.3f})" if name in row.seed else ""
-        words += f"{row.ms[name]:10.3f} {seed:>10}"
+        line += f"{row.ms[name]:10.3f} {seed:>10}"
     peak = f"{row.peak_bytes / 2**20:.0f} MiB" if row.peak_bytes is not None else ""
     print(
-        words + f"{row.tflops['both']:8.1f} TFLOP/s {row.of_ceiling['both']:5.0%}  {peak}",
+        line + f"{row.tflops['both']:8.1f} TFLOP/s {row.of_ceiling['both']:5.0%}  {peak}",
         flush=True,
     )
 
 
-def run(arguments: argparse.Namespace, sweeps: tuple[str, ...], command: str) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the plot."""
-    if arguments.resume and arguments.plot is not None and measured_elsewhere(arguments.json):
-        arguments.plot.write_text(make_picture(read_rows(arguments.json)))
+    if only_draw(arguments, make_picture):
         return
     if not torch.cuda.is_available() and not arguments.quick:
         raise UserError("this needs a CUDA device (--quick runs every path without one)")
     bench = Bench(arguments.quick)
-    facts = {
-        "environment": {**describe_environment(arguments.commit), "triton": _triton_version()},
-        "ceilings_tflops": bench.ceilings,
-        "command": command,
-    }
-    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
-    done = {Case(**row["case"]).key for row in file.rows}
+    file = RowFile.of(
+        arguments,
+        key_of=lambda row: AttentionCase(**row["case"]).key,
+        ceilings_tflops=bench.ceilings,
+    )
+    file.facts["environment"]["triton"] = _triton_version()
     print(f"ms of {', '.join(PASSES)}, the document's in brackets; ceilings {bench.ceilings}")
-    for case in make_cases(sweeps, arguments.quick):
-        if case.key in done:
-            continue
-        if file.time_is_up():
-            break
+    for case in file.missing(make_cases(arguments.sweeps, arguments.quick), lambda case: case.key):
         row = bench.measure(case)
         print_row(row)
         file.add(asdict(row))

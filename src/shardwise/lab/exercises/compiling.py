@@ -19,18 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.emulation.models import LM, compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import PARTS, summarize, time_parts
-from shardwise.lab.exercises.fresh import Fresh
-from shardwise.lab.exercises.sizes import (
-    Case,
-    choose_sizes,
-    describe_run,
-    explain_failure,
-    make_optimizer,
-)
-from shardwise.lab.rows import Row, RowFile, say
+from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.processes import Fresh, explain_failure
+from shardwise.lab.rows import RowFile, say
+from shardwise.profiling.results import Row, print_table
+from shardwise.trainer.model import LM, compute_loss
 
 WARMUP = 5
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss, relative
@@ -44,7 +39,7 @@ def compile_model(model: LM, scope: str, backend: str) -> LM:
     return model
 
 
-def work(pipe: Connection, case: Case, scope: str, steps: int, threads: int) -> None:
+def work(pipe: Connection, case: ModelCase, scope: str, steps: int, threads: int) -> None:
     """The body of a model's process: compile, wait for the turn, time, answer."""
     try:
         _limit_threads(case, threads)
@@ -73,7 +68,7 @@ def work(pipe: Connection, case: Case, scope: str, steps: int, threads: int) -> 
         pipe.send({"failure": explain_failure(error)})
 
 
-def _limit_threads(case: Case, threads: int) -> None:
+def _limit_threads(case: ModelCase, threads: int) -> None:
     """Share the cores among the processes that compile."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     # A cache left by another run would hide what compiling takes.
@@ -82,7 +77,9 @@ def _limit_threads(case: Case, threads: int) -> None:
         torch.set_num_threads(1)
 
 
-def _time_first(case: Case, model: nn.Module, tokens: tuple[Tensor, Tensor]) -> dict[str, float]:
+def _time_first(
+    case: ModelCase, model: nn.Module, tokens: tuple[Tensor, Tensor]
+) -> dict[str, float]:
     case.synchronize()
     began = time.perf_counter()
     with case.autocast():
@@ -94,7 +91,7 @@ def _time_first(case: Case, model: nn.Module, tokens: tuple[Tensor, Tensor]) -> 
     return {"seconds": round(seconds, 3), "loss": loss.item()}
 
 
-def _time(case: Case, model: nn.Module, tokens: tuple[Tensor, Tensor], steps: int) -> Row:
+def _time(case: ModelCase, model: nn.Module, tokens: tuple[Tensor, Tensor], steps: int) -> Row:
     """Mean and deviation of each part."""
     times = time_parts(case, model, tokens, make_optimizer(model), WARMUP + steps)
     return summarize(times, (WARMUP,), steps)[str(WARMUP)]
@@ -112,35 +109,30 @@ class Worker(Fresh):
         return answer
 
 
-def run(
-    arguments: argparse.Namespace,
-    sizes: tuple[str, ...] | None,
-    precisions: tuple[str, ...],
-    parts: tuple[str, ...],
-    scopes: tuple[str, ...],
-    command: str,
-) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, print the table."""
-    facts = describe_run(command, arguments.commit, arguments.quick)
-    facts |= {"steps": 2 if arguments.quick else arguments.steps, "warmup": WARMUP}
-    facts |= {"jobs": arguments.jobs, "optimizer": "AdamW, fused, not compiled"}
-    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
-    if "attention" in parts:
-        run_attention(file, arguments.quick)
-    if "model" in parts:
-        chosen = choose_sizes(sizes, arguments.quick)
-        length = 8 if arguments.quick else seed004.CONTEXT
+    quick, steps = arguments.quick, 2 if arguments.quick else arguments.steps
+    file = RowFile.of(
+        arguments, steps=steps, warmup=WARMUP, jobs=arguments.jobs,
+        optimizer="AdamW, fused, not compiled",
+    )  # fmt: skip
+    if "attention" in arguments.parts:
+        run_attention(file, quick)
+    if "model" in arguments.parts:
+        context = QUICK_CONTEXT if quick else seed004.CONTEXT
+        sizes = choose_sizes(arguments.sizes, quick)
         # Blocks first: they are quick to compile.
-        ordered = sorted(scopes)
         todo = [
-            (Case(size, precision, arguments.attention, length, quick=arguments.quick), scope)
-            for scope, size, precision in itertools.product(ordered, chosen, precisions)
+            (ModelCase(size, precision, arguments.attention, context, quick=quick), scope)
+            for scope, size, precision in itertools.product(
+                sorted(arguments.scopes), sizes, arguments.precision
+            )
         ]
-        run_models(file, todo, facts["steps"], arguments.jobs)
-    print_tables(file.rows, facts)
+        run_models(file, todo, steps, arguments.jobs)
+    print_tables(file.rows, file.facts["environment"])
 
 
-def run_models(file: RowFile, todo: list[tuple[Case, str]], steps: int, jobs: int) -> None:
+def run_models(file: RowFile, todo: list[tuple[ModelCase, str]], steps: int, jobs: int) -> None:
     """`jobs` models compile at once; then their steps are timed in turn."""
     todo = [(case, scope) for case, scope in todo if f"{case.key}/{scope}" not in file]
     threads = max(1, (os.cpu_count() or 1) // jobs)
@@ -151,21 +143,19 @@ def run_models(file: RowFile, todo: list[tuple[Case, str]], steps: int, jobs: in
         say("compiling " + ", ".join(f"{case.size} {scope}" for case, scope in batch))
         workers = [Worker(work, case, scope, steps, threads) for case, scope in batch]
         answers = [worker.receive(file.time_left()) for worker in workers]
-        for (case, scope), worker, answer in zip(batch, workers, answers, strict=True):
+        started = list(zip(batch, workers, answers, strict=True))
+        for (case, scope), worker, answer in started:
             if answer is None:
                 say(f"{case.size} {scope}: not compiled when the time was up")
                 worker.stop()
-        for (case, scope), worker, answer in zip(batch, workers, answers, strict=True):
-            if answer is None:
-                continue
-            row: Row = {
-                "key": f"{case.key}/{scope}", "part": "model", "size": case.size, "scope": scope,
-                "precision": case.precision, "attention": case.attention, "batch": case.batch,
-                "context": case.context, "seed": seed004.compiled(case.size, case.precision),
-            }  # fmt: skip
-            row |= worker.finish(answer)
-            file.add(row)
-            say(_describe(row))
+        for (case, scope), worker, answer in started:
+            if answer is not None:
+                row: Row = {"key": f"{case.key}/{scope}", "part": "model", "scope": scope}
+                row |= case.describe()
+                row["seed"] = seed004.compiled(case.size, case.precision)
+                row |= worker.finish(answer)
+                file.add(row)
+                say(_describe(row))
 
 
 def run_attention(file: RowFile, quick: bool) -> None:
@@ -173,23 +163,19 @@ def run_attention(file: RowFile, quick: bool) -> None:
     from shardwise.lab.attention.sweeps import Bench, make_cases
 
     bench: Bench | None = None
-    for case in make_cases(("tables45",), quick):
-        key = f"attention/{case.key}"
-        if case.backend not in ATTENTION_BACKENDS or key in file:
-            continue
-        if file.time_is_up():
-            return
+    cases = [c for c in make_cases(("tables45",), quick) if c.backend in ATTENTION_BACKENDS]
+    for case in file.missing(cases, lambda case: f"attention/{case.key}"):
         bench = bench or Bench(quick, ceilings=False)
-        row = {"key": key, "part": "attention", **asdict(bench.measure(case))}
+        row = {"key": f"attention/{case.key}", "part": "attention", **asdict(bench.measure(case))}
         file.add(row)
         say(f"attention {case.backend} {case.dim} {case.seq}: {row['failure'] or row['ms']}")
 
 
 def _describe(row: Row) -> str:
-    words = f"{row['size']} {row['precision']} {row['scope']}: "
+    name = f"{row['size']} {row['precision']} {row['scope']}: "
     if "failure" in row:
-        return words + row["failure"]
-    return words + (
+        return name + row["failure"]
+    return name + (
         f"first call {row['first_call_s']:.1f} s, then {_sum_up(row['compiled'])} ms against eager "
         f"{_sum_up(row['eager'])}"
     )
@@ -199,36 +185,31 @@ def _sum_up(side: Row) -> str:
     return " + ".join(f"{side[part]['mean']:.1f}" for part in PARTS)
 
 
-def print_tables(rows: list[Row], facts: dict[str, Any]) -> None:
+def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
     """A line per model and scope; a line per shape of attention."""
-    from rich.table import Table
-
-    from shardwise.profiling.results import print_on_console
-
-    models = Table(title="a step's parts, mean ms: compiled / eager (the seed's)")
-    for name in ("size", "precision", "scope", "first call", *PARTS):
-        models.add_column(name)
-    shapes = Table(title="attention, ms: compiled / eager (the seed's)")
-    for name in ("dim", "tokens", "forward", "backward"):
-        shapes.add_column(name)
-    eager = {}
+    models, shapes, eager = [], [], {}
     for row in rows:
         if row["part"] == "attention":
             at = row["case"]["dim"], row["case"]["seq"]
             if row["case"]["backend"] == "plain":
                 eager[at] = row
             elif not row["failure"] and not eager[at]["failure"]:
-                shapes.add_row(*map(str, at), *(_attention_cell(row, eager[at], part)
-                                                for part in PARTS[:2]))  # fmt: skip
-        elif "failure" in row:
-            models.add_row(row["size"], row["precision"], row["scope"], row["failure"])
+                cells = (_attention_cell(row, eager[at], part) for part in PARTS[:2])
+                shapes.append([*map(str, at), *cells])
+            continue
+        name = [row["size"], row["precision"], row["scope"]]
+        if "failure" in row:
+            models.append([*name, row["failure"]])
         else:
-            models.add_row(row["size"], row["precision"], row["scope"],
-                           f"{row['first_call_s']:.1f} s",
-                           *(_model_cell(row, part) for part in PARTS))  # fmt: skip
-    for table in (models, shapes):
-        if table.row_count:
-            print_on_console(table, facts["environment"])
+            cells = (_model_cell(row, part) for part in PARTS)
+            models.append([*name, f"{row['first_call_s']:.1f} s", *cells])
+    for title, heads, lines in (
+        ("a step's parts, mean ms", ("size", "precision", "scope", "first call", *PARTS), models),
+        ("attention, ms", ("dim", "tokens", *PARTS[:2]), shapes),
+    ):
+        if lines:
+            title += ": compiled / eager (the seed's)"
+            print_table(title, heads, lines, environment, left=heads)
 
 
 def _model_cell(row: Row, part: str) -> str:

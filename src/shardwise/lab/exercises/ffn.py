@@ -9,30 +9,55 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 import torch
 
 from shardwise.description.preset import Preset, load_preset
-from shardwise.lab.exercises.sizes import describe_run, explain_failure
-from shardwise.lab.rows import Row, RowFile, say
+from shardwise.lab.exercises.models import tell_device
+from shardwise.lab.processes import explain_failure
+from shardwise.lab.rows import RowFile
 from shardwise.profiling.footprint import free_device
+from shardwise.profiling.results import Row
 from shardwise.profiling.timing import Side, Step, alternate, time_on_cuda, time_on_host
 
 SEQUENCE, MICRO_BATCHES, WARMUP = 4096, (1, 2), 5
 QUICK_SEQUENCE = 16
 
 
-def choose_stack(quick: bool) -> tuple[Preset, int]:
-    """The stack and its sequence; of a trial run, next to nothing."""
-    stack = load_preset("ffn8")
-    if quick:
-        return dataclasses.replace(stack, d_model=16, d_ff=56, layers=2), QUICK_SEQUENCE
-    return stack, SEQUENCE
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, write the JSON, print a line for each micro-batch."""
+    stack, sequence = load_preset("ffn8"), SEQUENCE
+    if arguments.quick:
+        stack = dataclasses.replace(stack, d_model=16, d_ff=56, layers=2)
+        sequence = QUICK_SEQUENCE
+    tell_device()
+    # Whether fp32 products may be rounded to tf32; the document's were not.
+    tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
+    file = RowFile.of(arguments, steps=arguments.steps, warmup=WARMUP, tf32=tf32)
+    keys = {n: f"{stack.name}/{stack.d_model}/{sequence}/{n}" for n in MICRO_BATCHES}
+    if not all(key in file for key in keys.values()) and not file.time_is_up():
+        facts: Row = {"model": stack.name, "sequence": sequence, "precision": "fp32"}
+        for n, found in measure(stack, sequence, arguments.steps).items():
+            file.add({"key": keys[n], "micro_batch": n, **facts, **found})
+    for row in file.rows:
+        told = row.get("failure") or "{step_ms:.1f} +-{step_spread_ms:.1f} ms".format(**row)
+        print(f"{row['micro_batch']} x {row['sequence']} tokens: {told}")
 
 
-def measure(stack: Preset, sequence: int, steps: int, warmup: int) -> dict[int, Side]:
-    """Forward and backward of each micro-batch, in fp32 without tf32, inputs drawn anew."""
+def measure(stack: Preset, sequence: int, steps: int) -> dict[int, Row]:
+    """Forward and backward of each micro-batch, in turn, or why there is no time of them."""
+    try:
+        timed = time_micro_batches(stack, sequence, steps)
+    except (RuntimeError, ValueError) as error:
+        return {n: {"failure": explain_failure(error)} for n in MICRO_BATCHES}
+    return {
+        n: {"step_ms": side.step_ms, "step_spread_ms": side.step_spread_ms}
+        for n, side in timed.items()
+    }
+
+
+def time_micro_batches(stack: Preset, sequence: int, steps: int) -> dict[int, Side]:
+    """In fp32 without tf32, inputs drawn anew."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         free_device()
@@ -51,41 +76,5 @@ def measure(stack: Preset, sequence: int, steps: int, warmup: int) -> dict[int, 
         return step
 
     timer = time_on_cuda if device == "cuda" else time_on_host(lambda: None)
-    taken = alternate({str(n): make(n) for n in MICRO_BATCHES}, steps, warmup, timer)
+    taken = alternate({str(n): make(n) for n in MICRO_BATCHES}, steps, WARMUP, timer)
     return {int(name): Side.of(samples, 0) for name, samples in taken.items()}
-
-
-def run(arguments: argparse.Namespace, command: str) -> None:
-    """Measure, write the JSON, print a line for each micro-batch."""
-    stack, sequence = choose_stack(arguments.quick)
-    if not torch.cuda.is_available():
-        say("no CUDA device here: the figures are this CPU's")
-    facts = describe_run(command, arguments.commit, arguments.quick)
-    facts |= {"steps": arguments.steps, "warmup": WARMUP, "tf32": tf32()}
-    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
-    keys = {n: f"{stack.name}/{stack.d_model}/{sequence}/{n}" for n in MICRO_BATCHES}
-    if not all(key in file for key in keys.values()) and not file.time_is_up():
-        for row in _measure_rows(stack, sequence, arguments.steps, keys):
-            file.add(row)
-    for row in file.rows:
-        told = row.get("failure") or "{step_ms:.1f} +-{step_spread_ms:.1f} ms".format(**row)
-        print(f"{row['micro_batch']} x {row['sequence']} tokens: {told}")
-
-
-def _measure_rows(stack: Preset, sequence: int, steps: int, keys: dict[int, str]) -> list[Row]:
-    facts: dict[str, Any] = {"model": stack.name, "sequence": sequence, "precision": "fp32"}
-    try:
-        sides = measure(stack, sequence, steps, WARMUP)
-    except (RuntimeError, ValueError) as error:
-        failure = {"failure": explain_failure(error)}
-        return [{"key": key, "micro_batch": n, **facts, **failure} for n, key in keys.items()]
-    return [
-        {"key": keys[n], "micro_batch": n, **facts, "step_ms": side.step_ms,
-         "step_spread_ms": side.step_spread_ms}
-        for n, side in sides.items()
-    ]  # fmt: skip
-
-
-def tf32() -> bool:
-    """Whether fp32 products may be rounded to tf32; the document's were not."""
-    return torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32

@@ -1,8 +1,7 @@
 """`shardwise bench forward-backward`: forward, backward and optimizer times by model size.
 
-Each model and precision runs in a process of its own from its very first step. Every step's times
-are kept, each part ended by a synchronize; w steps of warm-up mean that the first w of them are
-left out, so one sequence of steps answers for all warm-up counts.
+Every step's times are written, each part ended by a synchronize, so one sequence of steps answers
+for all warm-up counts.
 """
 
 from __future__ import annotations
@@ -17,35 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.emulation.models import compute_loss
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.fresh import run_fresh
-from shardwise.lab.exercises.sizes import (
-    Case,
-    choose_sizes,
-    describe_run,
-    explain_failure,
-    make_optimizer,
-)
-from shardwise.lab.rows import Row, RowFile, say
+from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.processes import explain_failure, run_fresh
+from shardwise.lab.rows import RowFile, say
+from shardwise.profiling.results import Row, print_table
+from shardwise.trainer.model import compute_loss
 
 PARTS = ("forward", "backward", "optimizer")
 
 
-def time_steps(case: Case, steps: int) -> dict[str, Any]:
+def time_steps(case: ModelCase, steps: int) -> dict[str, Any]:
     """The ms of each part of each step, from the process's first one on."""
     try:
         if case.quick:
             torch.set_num_threads(1)
         model, tokens = case.make_model(), case.make_tokens()
         times = time_parts(case, model, tokens, make_optimizer(model), steps)
-        return {"ms": times, "model": case.shape.describe()}
+        return {"ms": times, "model": case.model_size.describe()}
     except (RuntimeError, ValueError) as error:
         return {"failure": explain_failure(error)}
 
 
 def time_parts(
-    case: Case,
+    case: ModelCase,
     model: nn.Module,
     tokens: tuple[Tensor, Tensor],
     optimizer: torch.optim.Optimizer,
@@ -73,7 +67,7 @@ def time_parts(
     return times
 
 
-def _now(case: Case) -> float:
+def _now(case: ModelCase) -> float:
     case.synchronize()
     return time.perf_counter()
 
@@ -95,57 +89,41 @@ def summarize(
     return found
 
 
-def run(
-    arguments: argparse.Namespace,
-    sizes: tuple[str, ...] | None,
-    precisions: tuple[str, ...],
-    warmups: tuple[int, ...],
-    command: str,
-) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, print the table."""
-    steps = 2 if arguments.quick else arguments.steps
-    context = 8 if arguments.quick else seed004.CONTEXT
-    facts = describe_run(command, arguments.commit, arguments.quick)
-    facts |= {"steps": steps, "warmups": list(warmups), "optimizer": "AdamW, fused"}
-    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
-    for size, precision in itertools.product(choose_sizes(sizes, arguments.quick), precisions):
-        case = Case(size, precision, arguments.attention, context, quick=arguments.quick)
-        if case.key in file:
-            continue
-        if file.time_is_up():
-            break
-        say(f"{size} {precision}: {max(warmups) + steps} steps in a process of their own")
-        row: Row = {"key": case.key, "size": size, "precision": precision}
-        row |= {"batch": case.batch, "context": case.context, "attention": case.attention}
+    warmups, quick = arguments.warmup, arguments.quick
+    steps = 2 if quick else arguments.steps
+    context = QUICK_CONTEXT if quick else seed004.CONTEXT
+    file = RowFile.of(arguments, steps=steps, warmups=list(warmups), optimizer="AdamW, fused")
+    sizes = choose_sizes(arguments.sizes, quick)
+    cases = [
+        ModelCase(size, precision, arguments.attention, context, quick=quick)
+        for size, precision in itertools.product(sizes, arguments.precision)
+    ]
+    for case in file.missing(cases, lambda case: case.key):
+        name = f"{case.size} {case.precision}"
+        say(f"{name}: {max(warmups) + steps} steps in a process of their own")
+        row: Row = {"key": case.key, **case.describe()}
         row |= run_fresh(time_steps, case, max(warmups) + steps)
         if "ms" in row:
             row["by_warmup"] = summarize(row["ms"], warmups, steps)
-        row["seed"] = seed004.forward_backward(size, precision)
+        row["seed"] = seed004.forward_backward(case.size, case.precision)
         file.add(row)
-        say(_describe(row, warmups))
-    print_table(file.rows, facts)
+        say(f"{name}: {row.get('failure') or _tell(row['by_warmup'][str(max(warmups))], ' ms')}")
+    _print(file.rows, file.facts["environment"])
 
 
-def _describe(row: Row, warmups: tuple[int, ...]) -> str:
-    if "failure" in row:
-        return f"{row['size']} {row['precision']}: {row['failure']}"
-    held = row["by_warmup"][str(max(warmups))]
-    words = (f"{part} {held[part]['mean']:.1f} +-{held[part]['std']:.1f} ms" for part in PARTS)
-    return f"{row['size']} {row['precision']}: {', '.join(words)}"
+def _tell(parts: dict[str, dict[str, float]], unit: str) -> str:
+    return ", ".join(f"{p} {parts[p]['mean']:.1f} +-{parts[p]['std']:.1f}{unit}" for p in PARTS)
 
 
-def print_table(rows: list[Row], facts: dict[str, Any]) -> None:
+def _print(rows: list[Row], environment: dict[str, Any]) -> None:
     """A line per model, precision and warm-up count."""
-    from rich.table import Table
-
-    from shardwise.profiling.results import print_on_console
-
-    table = Table(title="mean ms of a step's parts (+- standard deviation)")
-    for name in ("size", "precision", "warm-up", *PARTS, "the seed's forward, backward"):
-        table.add_column(name, justify="left" if name in ("size", "precision") else "right")
+    lines = []
     for row in rows:
+        name = [row["size"], row["precision"]]
         if "failure" in row:
-            table.add_row(row["size"], row["precision"], "", row["failure"])
+            lines.append([*name, "", row["failure"]])
             continue
         for warmup, held in row["by_warmup"].items():
             cells = [f"{held[part]['mean']:.2f} +-{held[part]['std']:.2f}" for part in PARTS]
@@ -153,7 +131,8 @@ def print_table(rows: list[Row], facts: dict[str, Any]) -> None:
                 f"{s['hardware']} {s['forward']:.0f}, {s['backward']:.0f}" for s in row["seed"]
             )
             # The seed's means are after five steps of warm-up.
-            table.add_row(
-                row["size"], row["precision"], warmup, *cells, seeds if warmup == "5" else ""
-            )
-    print_on_console(table, facts["environment"])
+            lines.append([*name, warmup, *cells, seeds if warmup == "5" else ""])
+    left = ("size", "precision")
+    heads = (*left, "warm-up", *PARTS, "the seed's forward, backward")
+    title = "mean ms of a step's parts (+- standard deviation)"
+    print_table(title, heads, lines, environment, left)

@@ -1,8 +1,8 @@
 """The paper exercises of the documents this project began from, worked out and printed.
 
 `show(name)` gives the text of one: the formula, the figures, the document's answer, and where that
-is wrong, what is right and why. The functions behind them are in `exercises_memory.py` and
-`exercises_time.py`.
+is wrong, what is right and why. The functions behind them are in `memory.py` and
+`time.py`.
 """
 
 from __future__ import annotations

@@ -6,58 +6,58 @@ the second of a profile, on a CPU the last.
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
-import tempfile
-import timeit
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.children import spawn_ranks
-from shardwise.emulation.models import make_model
-from shardwise.engine import marks
-from shardwise.lab import engines, step
-from shardwise.lab.step import Case, Family
+from shardwise.lab.rows import describe_run, say
+from shardwise.lab.steps import engines
+from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.profiling.collect import TRACED_ON_CUDA, Profile
-from shardwise.profiling.timing import Step, spread
+from shardwise.profiling.results import Row, write_json
+from shardwise.profiling.timing import Step, spread, time_idle_mark
+from shardwise.trainer.model import make_model
 
 CASES = {"gloo2": ("gloo2",), "h200": ("h200-4x2048-300GBs", "h200-1x2048-300GBs")}
 _ROUNDS = {"cpu": 12, "cuda": 48}
 _STEPS = 3  # in a round, with and without
 
 
-def measure(names: tuple[str, ...], rounds: int | None) -> list[dict[str, Any]]:
-    """The rows of all cases that this machine can run, each in fresh processes."""
-    rows: list[dict[str, Any]] = []
-    for name, family in step.select(names, step.Options(strategies=("zero3",))).items():
-        with tempfile.TemporaryDirectory() as folder:
-            spawn_ranks(_measure_on_rank, (name, family, rounds, folder), family.processes)
-            rows += json.loads((Path(folder) / "answer.json").read_text())
-    return rows
+def run(arguments: argparse.Namespace) -> None:
+    """Measure all cases that this machine can run, write the JSON, print a line for each."""
+    facts = describe_run(arguments)
+    rows: list[Row] = []
+    chosen = select(arguments.cases, StepChoice(strategies=("zero3",)))
+    for name, family in chosen.items():
+        cases = [case for case in family.cases if case.name in CASES[name]]
+        rows += family.ask(_measure_all, family, cases, arguments.rounds)
+    if arguments.json is not None:
+        write_json(arguments.json, **facts, rows=rows)
+    print(
+        "case                     off ms      on ms  ratio paired traced   off: share of the step"
+    )
+    for row in rows:
+        print(
+            f"{row['case']:20} {row['off']['step_ms']:10.1f} {row['on']['step_ms']:10.1f} "
+            f"{row['step_ratio']:6.3f} {row['paired_ratio']:6.3f} {row['traced_ratio']:6.3f}   "
+            f"{row['share_of_step_off']:.1e}"
+        )
 
 
-def _measure_on_rank(rank: int, name: str, family: Family, rounds: int | None, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    step._join(rank, family, folder)
-    wanted = [case for case in family.cases if case.name in CASES[name]]
-    rows = [_measure(family, case, rounds or _ROUNDS[family.device]) for case in wanted]
-    if rank == 0:
-        (Path(folder) / "answer.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
+def _measure_all(family: Family, cases: list[StepCase], rounds: int | None) -> list[Row]:
+    return [_measure(family, case, rounds or _ROUNDS[family.device]) for case in cases]
 
 
-def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
-    step.say(f"{case.name}: {rounds} times {_STEPS} steps, off and on in turn")
-    with step._network(case):
-        wrapped = engines.wrap_ours(make_model(case.shape, family.device), "zero3", case.precision)
-        tokens = step._make_tokens(case, family.device, case.batch, case.length)
+def _measure(family: Family, case: StepCase, rounds: int) -> Row:
+    say(f"{case.name}: {rounds} times {_STEPS} steps, off and on in turn")
+    with case.open_network():
+        wrapped = engines.wrap_ours(make_model(case.size, family.device), "zero3", case.precision)
+        tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
         run = wrapped.step_on(*tokens)
         for _ in range(case.warmup):
             run()
@@ -89,22 +89,22 @@ def _measure(family: Family, case: Case, rounds: int) -> dict[str, Any]:
             traced = [_trace(wrapped.model, run) for _ in range(rounds)]
     sides = {mode: _side(taken) for mode, taken in samples.items()}
     ratios = _paired(samples)
-    nothing, steps = _time_off(), _STEPS + untimed
+    nothing, steps = time_idle_mark(), _STEPS + untimed
     return {
         "case": case.name,
         "strategy": "zero3",
         **sides,
-        "step_ratio": sides["on"]["step_ms"] / sides["off"]["step_ms"],
         "paired_ratio": statistics.median(ratios),
         "paired_spread": spread(ratios),
-        "cpu_ratio": sides["on"]["cpu_ms"] / sides["off"]["cpu_ms"],
-        "least_step_ratio": sides["on"]["least_step_ms"] / sides["off"]["least_step_ms"],
-        "least_cpu_ratio": sides["on"]["least_cpu_ms"] / sides["off"]["least_cpu_ms"],
+        **{
+            f"{name}_ratio": sides["on"][f"{name}_ms"] / sides["off"][f"{name}_ms"]
+            for name in ("step", "cpu", "least_step", "least_cpu")
+        },
         **_describe_traced(traced, sides["off"]["step_ms"]),
         "marks_per_step": made // steps,
         "ns_per_mark_off": nothing,
         "share_of_step_off": nothing * (made // steps) / 1e6 / sides["off"]["step_ms"],
-        "settings": step._describe(family, case, False),
+        "settings": describe_case(family, case, False),
     }
 
 
@@ -138,17 +138,18 @@ def _describe_traced(taken: list[tuple[float, float]], off: float) -> dict[str, 
 
 def _timer(family: Family) -> Callable[[Step], tuple[float, float]]:
     """Milliseconds of a step, and of this process's cores in it, which others do not disturb."""
-    real = family.backend != "fake"
+
+    def finish() -> None:
+        if family.device == "cuda":
+            torch.cuda.synchronize()
 
     def timer(run: Step) -> tuple[float, float]:
-        if real:
+        if family.real:
             dist.barrier()
-        if family.device == "cuda":
-            torch.cuda.synchronize()
+        finish()
         began, used = perf_counter(), process_time()
         run()
-        if family.device == "cuda":
-            torch.cuda.synchronize()
+        finish()
         return (perf_counter() - began) * 1e3, (process_time() - used) * 1e3
 
     return timer
@@ -164,14 +165,3 @@ def _side(taken: list[tuple[float, float]]) -> dict[str, float]:
         "cpu_spread_ms": spread(cpus),
         "least_cpu_ms": min(cpus),
     }
-
-
-def _time_off() -> float:
-    """Nanoseconds of a mark that nobody listens to."""
-
-    def mark() -> None:
-        with marks.range("gather", "unit"):
-            pass
-
-    count = 100_000
-    return min(timeit.repeat(mark, number=count, repeat=5)) / count * 1e9

@@ -17,17 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import fsdp2
-from shardwise.emulation.models import LM, OPTIMIZER, compute_loss
-from shardwise.engine.api import (
-    shard,
-)
-from shardwise.engine.engine import (
-    engine_of,
-)
-from shardwise.engine.local_step import local
-from shardwise.planning.plan import DTYPES, Plan
+import shardwise as sw
+from shardwise.planning.plan import DTYPES
 from shardwise.profiling.timing import Step
+from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
+from shardwise.trainer.sizes import Size
 
 # What each strategy is compared with.
 PEERS = {
@@ -64,15 +58,18 @@ class Wrapped:
     divisor: int
     settings: dict[str, Any]
 
-    def step_on(self, tokens: torch.Tensor, targets: torch.Tensor) -> Step:
-        """One whole training step."""
+    def step_on(self, tokens: torch.Tensor, targets: torch.Tensor, micro_batches: int = 1) -> Step:
+        """One whole training step; of several micro-batches, all on the same tokens."""
+        divisor = self.divisor * micro_batches
+        batches = [(tokens, targets)] * micro_batches
 
         def step() -> None:
             self.optimizer.zero_grad()
-            loss = compute_loss(self.model, tokens, targets)
-            if self.divisor > 1:
-                loss = loss / self.divisor
-            loss.backward()
+            for inputs, goals in (
+                batches if micro_batches == 1 else sw.microbatches(self.model, batches)
+            ):
+                loss = compute_loss(self.model, inputs, goals)
+                (loss / divisor if divisor > 1 else loss).backward()
             self.optimizer.step()
 
         return step
@@ -81,21 +78,31 @@ class Wrapped:
 Wrap = Callable[[LM, str, Precision], Wrapped]
 
 
+def draw_tokens(
+    size: Size, batch: int, length: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's inputs and targets, the same for all candidates."""
+    draw = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+    both = torch.randint(0, size.vocab, (2, batch, length), generator=draw).to(device)
+    return both[0], both[1]
+
+
 def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
-    """shardwise with the defaults of a Plan, and the optimizer on flat local buffers."""
-    plan = Plan.of(
-        strategy,
-        mesh=dist.get_world_size(),
-        compute_dtype=precision.compute,
-        reduce_dtype=precision.reduce,
-    )
-    shard(model, plan)
-    optimizer = local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
-    resolved = engine_of(model).plan
-    assert resolved is not None
+    """shardwise with the defaults of a Plan."""
+    compute, reduce = precision.compute, precision.reduce
+    mesh = dist.get_world_size()
+    plan = sw.Plan.of(strategy, mesh, compute_dtype=compute, reduce_dtype=reduce)
+    return wrap_plan(model, plan)
+
+
+def wrap_plan(model: LM, plan: sw.Plan) -> Wrapped:
+    """shardwise, and the optimizer on flat local buffers."""
+    plan = plan.resolve(model)
+    sw.shard(model, plan)
+    optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
     settings = {
-        "plan": dataclasses.asdict(dataclasses.replace(resolved, units=None)),
-        "units": len(resolved.require_units()),
+        "plan": dataclasses.asdict(dataclasses.replace(plan, units=None)),
+        "units": len(plan.require_units()),
         "optimizer": "local(AdamW)",
     }
     return Wrapped(model, optimizer, plan.world, settings)
@@ -113,7 +120,7 @@ def wrap_theirs(model: LM, strategy: str, precision: Precision) -> Wrapped:
 
 def wrap_dropin(model: LM, strategy: str, precision: Precision) -> Wrapped:
     """torch's program with the import changed: `from shardwise import fully_shard`."""
-    return _wrap_by(fsdp2.fully_shard, model, strategy, precision)
+    return _wrap_by(sw.fully_shard, model, strategy, precision)
 
 
 def _wrap_by(

@@ -1,51 +1,41 @@
 """`shardwise bench memory`: the peak of a forward pass and of a step, and what holds it.
 
-Modes: `inference` runs forward without autograd; `forward` as the seed does, with the activations
-kept for a backward that does not come; `step` runs two whole steps from a fresh optimizer. The
-first step makes the moments at its end, after the activations are gone; the second has them from
-its start, and is what training goes on to need.
-
 Peaks on a GPU are the allocator's own; on a CPU, and for curves and names everywhere, the
-profiler's record of allocations.
+profiler's record of allocations. The modes: `lab/benchmarks.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
-import json
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardwise.emulation.models import LM, compute_loss
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.memory_plot import draw_curves
-from shardwise.lab.exercises.memory_trace import (
+from shardwise.lab.exercises.memory.picture import make_picture
+from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
-    Allocation,
-    Trace,
+    HeldMemory,
+    MemoryTrace,
     group_by_name,
     read_trace,
     thin_out,
 )
-from shardwise.lab.exercises.sizes import (
-    Case,
-    choose_sizes,
-    describe_run,
-    explain_failure,
-    make_optimizer,
-)
-from shardwise.lab.rows import Row, RowFile, measured_elsewhere, read_rows, say
+from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.processes import explain_failure
+from shardwise.lab.rows import RowFile, only_draw, say
+from shardwise.profiling.footprint import read_events
+from shardwise.profiling.results import Row, print_table
+from shardwise.trainer.model import LM, compute_loss
 
 MODES = ("inference", "forward", "step")
 POINTS = 120  # of a stored curve
@@ -53,19 +43,19 @@ LARGEST = 6  # groups of allocations that a row names
 PASSES = {"inference": ["inference"], "forward": ["forward"], "step": ["first step", "second step"]}
 
 
-class Subject:
+class MeasuredModel:
     """One model in memory, and the passes over it."""
 
-    def __init__(self, size: str, precision: str, attention: str, quick: bool) -> None:
-        case = Case(size, precision, attention, quick=quick)
+    def __init__(self, case: ModelCase) -> None:
+        """For sequences of up to the case's context."""
         self.on_gpu = case.device == "cuda"
         self.model: LM = case.make_model()
         self.names = {id(m): name for name, m in self.model.named_modules() if name}
         # The libraries' workspaces come with the first products; they are not the model's.
-        self.run(Case(size, precision, attention, context=8, quick=quick), "step")
+        self.run(dataclasses.replace(case, context=min(8, case.context)), "step")
         self.release()
 
-    def run(self, case: Case, mode: str) -> tuple[list[int], list[dict[int, str]]]:
+    def run(self, case: ModelCase, mode: str) -> tuple[list[int], list[dict[int, str]]]:
         """The peak of each pass (on a GPU), and the owners of addresses at its end."""
         tokens, targets = case.make_tokens()
         peaks: list[int] = []
@@ -79,12 +69,12 @@ class Subject:
             with record_function(f"{PHASE}forward"), case.autocast():
                 if mode == "inference":
                     with torch.no_grad():
-                        kept = self.model(tokens)
+                        result = self.model(tokens)
                 else:
-                    kept = compute_loss(self.model, tokens, targets)
+                    result = compute_loss(self.model, tokens, targets)
             if optimizer is not None:
                 with record_function(f"{PHASE}backward"):
-                    kept.backward()
+                    result.backward()
                 with record_function(f"{PHASE}optimizer"):
                     optimizer.step()
             if self.on_gpu:
@@ -99,12 +89,12 @@ class Subject:
             if parameter.grad is not None:
                 owners[_address(parameter.grad)] = f"gradient of {name}"
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for key, words in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
+            for key, moment in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
                 if key in state:
-                    owners[_address(state[key])] = f"{words} of {name}"
+                    owners[_address(state[key])] = f"{moment} of {name}"
         return owners
 
-    def profile(self, case: Case, mode: str) -> Trace:
+    def profile(self, case: ModelCase, mode: str) -> MemoryTrace:
         """The same pass under the profiler."""
         # What the profiler says on every start is of no use here.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -114,11 +104,7 @@ class Subject:
             profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
         ):
             _, owners = self.run(case, mode)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiled.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        return read_trace(events, self.on_gpu, before, owners)
+        return read_trace(read_events(profiled), self.on_gpu, before, owners)
 
     def count_parameters(self) -> int:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -131,7 +117,7 @@ class Subject:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def measure(self, case: Case, mode: str, with_curve: bool) -> Row:
+    def measure(self, case: ModelCase, mode: str, with_curve: bool) -> Row:
         """Peaks and, on a CPU always, curve and names."""
         try:
             self.release()
@@ -152,7 +138,7 @@ class Subject:
         self.release()
         return {"failure": failure}
 
-    def describe_peak(self, trace: Trace, mode: str, number: int) -> dict[str, Any]:
+    def describe_peak(self, trace: MemoryTrace, mode: str, number: int) -> dict[str, Any]:
         """What is held at the peak of the pass with this number, by name."""
         time, total = trace.peak(*_passes(trace)[number])
         held = [*self.parameters(), *trace.held_at(time)]
@@ -163,20 +149,20 @@ class Subject:
             "roles": sum_by_role(held), "held": by_total[:LARGEST], "largest": by_size[:LARGEST],
         }  # fmt: skip
 
-    def parameters(self) -> list[Allocation]:
+    def parameters(self) -> list[HeldMemory]:
         return [
-            Allocation(p.numel() * p.element_size(), 0.0, what=f"parameter {name}")
+            HeldMemory(p.numel() * p.element_size(), 0.0, what=f"parameter {name}")
             for name, p in self.model.named_parameters()
         ]
 
 
-def sum_by_role(held: list[Allocation]) -> dict[str, int]:
+def sum_by_role(held: list[HeldMemory]) -> dict[str, int]:
     """Bytes of parameters, gradients and moments; the rest is activations and temporaries."""
     roles = dict.fromkeys(("parameters", "gradients", "moments", "activations"), 0)
-    words = {"parameter": "parameters", "gradient": "gradients"}
-    words |= {"first moment": "moments", "second moment": "moments"}
+    named = {"parameter": "parameters", "gradient": "gradients"}
+    named |= {"first moment": "moments", "second moment": "moments"}
     for allocation in held:
-        owned = (role for word, role in words.items() if allocation.what.startswith(f"{word} "))
+        owned = (role for word, role in named.items() if allocation.what.startswith(f"{word} "))
         roles[next(owned, "activations")] += allocation.bytes
     return roles
 
@@ -185,7 +171,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _passes(trace: Trace) -> list[tuple[float, float]]:
+def _passes(trace: MemoryTrace) -> list[tuple[float, float]]:
     """Start and end of each pass: a pass begins with forward."""
     starts = [phase.start for phase in trace.phases if phase.name == "forward"]
     ends = [*starts[1:], trace.phases[-1].end]
@@ -205,19 +191,15 @@ def _marked(model: nn.Module, names: dict[int, str]) -> Iterator[None]:
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         open_marks.pop().__exit__(None, None, None)
 
-    hooks = []
-    for module in model.modules():
-        if id(module) in names and type(module).forward is not nn.Module.forward:
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if id(module) in names and type(module).forward is not nn.Module.forward:
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def compress(trace: Trace) -> dict[str, Any]:
+def compress(trace: MemoryTrace) -> dict[str, Any]:
     """A curve to keep: ms from the start and MiB, and where the phases are."""
     start = trace.times[0]
     points = thin_out(trace.times, trace.totals, POINTS)
@@ -231,102 +213,68 @@ def compress(trace: Trace) -> dict[str, Any]:
     }
 
 
-def run(
-    arguments: argparse.Namespace,
-    sizes: tuple[str, ...] | None,
-    precisions: tuple[str, ...],
-    contexts: tuple[int, ...],
-    command: str,
-) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the curves, print the table."""
-    if arguments.quick:
-        contexts = tuple(max(4, context // 32) for context in contexts)
-    facts = describe_run(command, arguments.commit, arguments.quick)
-    if arguments.resume and arguments.plot is not None and measured_elsewhere(arguments.json):
-        draw_curves(read_rows(arguments.json), arguments.plot)
+    if only_draw(arguments, make_picture):
         return
-    file = RowFile(arguments.json, facts, arguments.resume, arguments.budget)
-    chosen = choose_sizes(sizes, arguments.quick)
-    for size, precision in itertools.product(chosen, precisions):
-        cases = [Case(size, precision, arguments.attention, c, quick=arguments.quick)
-                 for c in contexts]  # fmt: skip
-        todo = [(case, mode) for case in cases for mode in MODES if _key(case, mode) not in file]
-        if not todo:
-            continue
-        if file.time_is_up():
-            break
-        subject = _build(size, precision, arguments, file, todo)
-        for case, mode in todo:
-            if subject is None or file.time_is_up():
-                break
+    quick, contexts = arguments.quick, arguments.contexts
+    if quick:
+        contexts = tuple(max(4, context // 32) for context in contexts)
+    file = RowFile.of(arguments)
+    chosen = choose_sizes(arguments.sizes, quick)
+    for size, precision in itertools.product(chosen, arguments.precision):
+        cases = [ModelCase(size, precision, arguments.attention, c, quick=quick) for c in contexts]
+        todo = itertools.product(cases, MODES)
+        subject: MeasuredModel | None = None
+        failure = ""
+        for case, mode in file.missing(todo, lambda pair: _key(*pair)):
+            if subject is None and not failure:
+                try:
+                    subject = MeasuredModel(cases[-1])
+                except (RuntimeError, ValueError) as error:
+                    failure = explain_failure(error)
             # Curves of the largest model at every context, of the others at the longest.
-            with_curve = mode != "inference" and (
-                size == chosen[-1] or case.context == contexts[-1]
+            with_curve = mode != "inference" and (size == chosen[-1] or case == cases[-1])
+            row: Row = {"key": _key(case, mode), **case.describe(), "mode": mode}
+            row["seed"] = seed004.memory(size, precision, case.context, mode)
+            row |= (
+                {"failure": failure} if subject is None else subject.measure(case, mode, with_curve)
             )
-            row = _row(case, mode) | subject.measure(case, mode, with_curve)
             file.add(row)
             say(_describe(row))
         del subject
         gc.collect()
+        if file.time_left() == 0.0:
+            break
     if arguments.plot is not None:
-        draw_curves(file.rows, arguments.plot)
-    print_table(file.rows, facts)
+        arguments.plot.write_text(make_picture(file.rows), encoding="utf-8")
+    _print(file.rows, file.facts["environment"])
 
 
-def _build(
-    size: str,
-    precision: str,
-    arguments: argparse.Namespace,
-    file: RowFile,
-    todo: list[tuple[Case, str]],
-) -> Subject | None:
-    try:
-        return Subject(size, precision, arguments.attention, arguments.quick)
-    except (RuntimeError, ValueError) as error:
-        failure = explain_failure(error)
-    for case, mode in todo:
-        file.add(_row(case, mode) | {"failure": failure})
-    say(f"{size} {precision}: {failure}")
-    return None
-
-
-def _key(case: Case, mode: str) -> str:
+def _key(case: ModelCase, mode: str) -> str:
     return f"{case.key}/{mode}"
 
 
-def _row(case: Case, mode: str) -> Row:
-    return {
-        "key": _key(case, mode), "size": case.size, "precision": case.precision,
-        "attention": case.attention, "batch": case.batch, "context": case.context, "mode": mode,
-        "seed": seed004.memory(case.size, case.precision, case.context, mode),
-    }  # fmt: skip
-
-
 def _describe(row: Row) -> str:
-    words = f"{row['size']} {row['precision']} {row['context']} {row['mode']}: "
+    name = f"{row['size']} {row['precision']} {row['context']} {row['mode']}: "
     if "failure" in row:
-        return words + row["failure"]
-    return words + ", ".join(f"{peak['bytes'] / 1e9:.3f} GB" for peak in row["peaks"])
+        return name + row["failure"]
+    return name + ", ".join(f"{peak['bytes'] / 1e9:.3f} GB" for peak in row["peaks"])
 
 
-def print_table(rows: list[Row], facts: dict[str, Any]) -> None:
+def _print(rows: list[Row], environment: dict[str, Any]) -> None:
     """A line per pass."""
-    from rich.table import Table
-
-    from shardwise.profiling.results import print_on_console
-
-    table = Table(title="peak memory, GB (1e9 bytes)")
-    for name in ("size", "precision", "context", "mode", "peak", "the seed's", "largest tensors"):
-        table.add_column(name, justify="right" if "pea" in name or "seed" in name else "left")
+    lines = []
     for row in rows:
         cells = [row["size"], row["precision"], str(row["context"]), row["mode"]]
         if "failure" in row:
-            table.add_row(*cells, row["failure"])
+            lines.append([*cells, row["failure"]])
             continue
         for i, peak in enumerate(row["peaks"]):
             seed = f"{row['seed']['gb']:.3f}" if row["seed"] and i == 0 else ""
-            largest = peak.get("largest", [])[:1]
             named = ", ".join(f"{g['count']} x {g['each'] / 2**20:.1f} MiB {g['what']}"
-                              for g in largest)  # fmt: skip
-            table.add_row(*cells, f"{peak['bytes'] / 1e9:.3f}", seed, named)
-    print_on_console(table, facts["environment"], width=150)
+                              for g in peak.get("largest", [])[:1])  # fmt: skip
+            lines.append([*cells, f"{peak['bytes'] / 1e9:.3f}", seed, named])
+    left = ("size", "precision", "context", "mode", "largest tensors")
+    heads = (*left[:4], "peak", "the seed's", left[4])
+    print_table("peak memory, GB (1e9 bytes)", heads, lines, environment, left, width=150)

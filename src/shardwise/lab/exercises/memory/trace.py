@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASE, MODULE = "phase:", "module:"
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 @dataclass
-class Allocation:
+class HeldMemory:
     """Memory that was given out in the trace."""
 
     bytes: int
@@ -39,12 +39,12 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Trace:
+class MemoryTrace:
     """What one profiled pass says of memory; `times` in microseconds, `totals` in bytes."""
 
     times: list[float]
     totals: list[int]
-    allocations: list[Allocation]
+    allocations: list[HeldMemory]
     phases: list[Phase]
 
     def peak(self, start: float, end: float) -> tuple[float, int]:
@@ -54,16 +54,16 @@ class Trace:
         at = max(inside, key=self.totals.__getitem__, default=first)
         return self.times[at], self.totals[at]
 
-    def held_at(self, time: float) -> list[Allocation]:
+    def held_at(self, time: float) -> list[HeldMemory]:
         return [a for a in self.allocations if a.start <= time < a.end]
 
 
 def read_trace(
-    events: Sequence[Event],
+    events: Sequence[TraceEvent],
     on_gpu: bool,
     before: int,
     owners: Sequence[Mapping[int, str]] = (),
-) -> Trace:
+) -> MemoryTrace:
     """Turn a trace's events into curve and names.
 
     `before` is what was held when the trace began. `owners[i]` names addresses in use at the end of
@@ -81,8 +81,8 @@ def read_trace(
     )
     names = _name_allocations(spans, memory)
     times, totals = [phases[0].start if phases else 0.0], [before]
-    alive: dict[int, Allocation] = {}
-    allocations: list[Allocation] = []
+    alive: dict[int, HeldMemory] = {}
+    allocations: list[HeldMemory] = []
     ends = [phase.end for phase in phases if phase.name == "optimizer"] or [
         phase.end for phase in phases[-1:]
     ]
@@ -92,7 +92,7 @@ def read_trace(
             _name_owners(alive, marks.pop(0)[1])
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
         if size > 0:
-            alive[address] = Allocation(size, event["ts"], what=name)
+            alive[address] = HeldMemory(size, event["ts"], what=name)
             allocations.append(alive[address])
         elif address in alive:
             alive.pop(address).end = event["ts"]
@@ -100,24 +100,24 @@ def read_trace(
         totals.append(totals[-1] + size)
     for _, owned in marks:
         _name_owners(alive, owned)
-    return Trace(times, totals, allocations, phases)
+    return MemoryTrace(times, totals, allocations, phases)
 
 
 _SPANS = ("cpu_op", "user_annotation")
 
 
-def _is_on_gpu(event: Event) -> bool:
+def _is_on_gpu(event: TraceEvent) -> bool:
     return event["args"].get("Device Type") == 1
 
 
-def _name_owners(alive: Mapping[int, Allocation], owned: Mapping[int, str]) -> None:
+def _name_owners(alive: Mapping[int, HeldMemory], owned: Mapping[int, str]) -> None:
     for address, allocation in alive.items():
         allocation.what = owned.get(address, allocation.what)
 
 
-def _name_allocations(spans: Sequence[Event], memory: Sequence[Event]) -> list[str]:
+def _name_allocations(spans: Sequence[TraceEvent], memory: Sequence[TraceEvent]) -> list[str]:
     """The name of each memory event by what was running on its thread at its time."""
-    by_thread: dict[Any, list[Event]] = defaultdict(list)
+    by_thread: dict[Any, list[TraceEvent]] = defaultdict(list)
     for event in (*spans, *memory):
         by_thread[event["tid"]].append(event)
     # Sequence number -> the module whose operator autograd gave it.
@@ -125,7 +125,7 @@ def _name_allocations(spans: Sequence[Event], memory: Sequence[Event]) -> list[s
     names: dict[int, str] = {}
     threads = sorted(by_thread.values(), key=lambda own: min(e["ts"] for e in own))
     for own in threads:
-        open_spans: list[Event] = []
+        open_spans: list[TraceEvent] = []
         for event in sorted(own, key=lambda e: (e["ts"], -e.get("dur", 0))):
             while open_spans and open_spans[-1]["ts"] + open_spans[-1]["dur"] <= event["ts"]:
                 open_spans.pop()
@@ -139,7 +139,7 @@ def _name_allocations(spans: Sequence[Event], memory: Sequence[Event]) -> list[s
     return [names[id(event)] for event in memory]
 
 
-def _name(open_spans: Sequence[Event], recorded: Mapping[int, str]) -> str:
+def _name(open_spans: Sequence[TraceEvent], recorded: Mapping[int, str]) -> str:
     module, operator = _module(open_spans), ""
     for span in open_spans:
         name = span["name"]
@@ -153,12 +153,12 @@ def _name(open_spans: Sequence[Event], recorded: Mapping[int, str]) -> str:
     return f"{module}: {operator}" if module and operator else operator or module or "other"
 
 
-def _module(open_spans: Sequence[Event]) -> str:
+def _module(open_spans: Sequence[TraceEvent]) -> str:
     inside = [s["name"] for s in open_spans if s["name"].startswith(MODULE)]
     return inside[-1].removeprefix(MODULE) if inside else ""
 
 
-def group_by_name(allocations: Sequence[Allocation]) -> list[dict[str, Any]]:
+def group_by_name(allocations: Sequence[HeldMemory]) -> list[dict[str, Any]]:
     """Allocations of the same name and size in different layers as one, the most bytes first."""
     groups: dict[tuple[str, int], int] = defaultdict(int)
     for allocation in allocations:
@@ -176,9 +176,9 @@ def thin_out(times: Sequence[float], totals: Sequence[int], points: int) -> list
     if len(times) <= points:
         return list(zip(times, totals, strict=True))
     stretch = -(-2 * len(times) // points)
-    kept: list[int] = []
+    extremes: list[int] = []
     for first in range(0, len(times), stretch):
         inside = range(first, min(first + stretch, len(times)))
         low, high = (pick(inside, key=totals.__getitem__) for pick in (min, max))
-        kept += sorted({low, high})
-    return [(times[i], totals[i]) for i in kept]
+        extremes += sorted({low, high})
+    return [(times[i], totals[i]) for i in extremes]

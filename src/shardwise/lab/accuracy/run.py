@@ -1,0 +1,182 @@
+"""`shardwise bench accuracy`: predictions against what others reported and what was measured.
+
+Results are written after every row, and rows that the file already holds are not measured again, so
+a run that was cut short goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.description.cluster import Cluster
+from shardwise.lab.accuracy import seeds
+from shardwise.lab.accuracy.calibrate import Calibration, calibrate_device
+from shardwise.lab.accuracy.cases import CASES, WORLD, AccuracyCase
+from shardwise.lab.accuracy.device import predict_shipped, run_case
+from shardwise.lab.accuracy.gloo import run_gloo
+from shardwise.lab.accuracy.page import print_rows, summarize, tell_prediction, write_page
+from shardwise.lab.processes import join_fake_group
+from shardwise.lab.rows import RowFile, describe_run, say
+from shardwise.profiling.results import Row, read_json
+
+SIMULATED = ("seeds", "shipped")
+SHIPPED = "h200x8-measured"  # the packaged file of the GPU that was measured
+
+
+class Results(RowFile):
+    """The rows so far and what else their file keeps. Until a row is added, the environment is that
+    of the run which left them there.
+    """
+
+    def __init__(self, path: Path | None, environment: dict[str, Any], command: str) -> None:
+        """Take over what an earlier run left in the file, but for cases that failed."""
+        self.now = {"environment": environment, "command": command}
+        super().__init__(path, self.now | {"sweep": [], "calibration": {}})
+        self.delayed: list[str] = []  # seed 000's delayed step, by engine
+        if path is not None and path.exists():
+            held = read_json(path, needs="mode")
+            self.rows = [row for row in held.pop("rows") if "error" not in row]
+            self.facts |= held
+
+    @property
+    def calibration(self) -> dict[str, Any]:
+        return self.facts["calibration"]
+
+    def has(self, **labels: str) -> bool:
+        return any(all(row.get(k) == v for k, v in labels.items()) for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        self.facts |= self.now
+        super().add(row)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the parts, print the table and the claims, write the page."""
+    beside = [read_json(path, "--beside", needs="mode") for path in arguments.beside]
+    results = Results(arguments.json, **describe_run(arguments))
+    run_parts(
+        SIMULATED if arguments.simulated else arguments.cases,
+        results,
+        arguments.quick,
+        arguments.device,
+        arguments.busy,
+        [row for each in beside for row in each["rows"]],
+        arguments.cluster,
+    )
+    print_rows(results.rows)
+    for line in (*summarize(results.rows), *results.delayed):
+        print(line)
+    if arguments.docs is not None:
+        held = results.facts | {"rows": results.rows, "delayed": results.delayed}
+        write_page(arguments.docs, held, *beside)
+
+
+def run_parts(
+    parts: Iterable[str],
+    results: Results,
+    quick: bool = False,
+    device: str = "",
+    busy: bool = False,
+    measured: Iterable[Row] = (),
+    cluster: str = SHIPPED,
+) -> None:
+    """Run the parts asked for; one that this machine cannot run is named and left out."""
+    for part in parts:
+        if part == "seeds":
+            run_seeds(results, sweep=not quick)
+        elif part == "shipped":
+            run_shipped(results, [*results.rows, *measured], cluster)
+        elif part == "gloo":
+            run_gloo(results, quick, busy)
+        else:
+            run_device(results, device, quick)
+
+
+def run_seeds(results: Results, sweep: bool = True) -> None:
+    makers: dict[str, Callable[[], Iterable[Row]]] = {
+        "000": seeds.rows_000, "001": seeds.rows_001, "002": seeds.rows_002,
+    }  # fmt: skip
+    for seed, make in makers.items():
+        if not results.has(seed=seed):
+            say(f"seed {seed}: simulating")
+            for row in make():
+                results.add(row)
+    if sweep:
+        results.delayed = seeds.delayed_000()
+    if sweep and not results.facts["sweep"]:
+        say("seed 000: accumulate 1 to 8, ratio 1 to 4")
+        results.facts["sweep"] = seeds.sweep_000()
+        results.write()
+
+
+def run_shipped(results: Results, measured: Iterable[Row], cluster: str) -> None:
+    """Predict, from a packaged cluster file alone, every case that has been measured."""
+    by_name = {case.name: case for case in CASES}
+    found = [row for row in measured if row.get("case") in by_name and "measured_ms" in row]
+    if not found:
+        say("shipped: skipped, no measured rows: give --beside accuracy-h200.json")
+        return
+    base = Cluster.load(cluster)
+    results.rows = [row for row in results.rows if row.get("cluster") != cluster]
+    for row in found:
+        predicted = predict_shipped(by_name[row["case"]], base)
+        results.rows.append(
+            {
+                "case": f"{cluster} {row['case']}",
+                "mode": row["mode"],
+                "set": "shipped",
+                "cluster": cluster,
+                **tell_prediction(predicted),
+                "measured_ms": row["measured_ms"],
+                "predicted_bytes": predicted.peak().total,
+                "measured_bytes": row["measured_bytes"],
+            }
+        )
+    results.write()
+
+
+def run_device(
+    results: Results, device: str, quick: bool, cases: Iterable[AccuracyCase] = CASES
+) -> None:
+    """Calibrate, then predict and measure every case that has no row yet."""
+    if not device:
+        if not torch.cuda.is_available():
+            say("h200: skipped, no CUDA device here")
+            return
+        device = "cuda"
+    cases = [case.quick() if quick else case for case in cases]
+    todo = [case for case in cases if not results.has(case=case.name)]
+    if not todo:
+        return
+    if not dist.is_initialized():
+        torch.set_flush_denormal(True)
+        join_fake_group(WORLD)
+    base = Cluster.load("h200x8")
+    calibration = _calibrate(results, device, quick)
+    for case in todo:
+        try:
+            row = run_case(case, calibration, base, device)
+        except Exception as error:  # one case must not cost the others
+            traceback.print_exc()
+            row = {"case": case.name, "mode": case.describe(), "error": f"{error}"}
+        results.add(row)
+        gc.collect()
+
+
+def _calibrate(results: Results, device: str, quick: bool) -> Calibration:
+    """What an earlier run measured, or this one."""
+    if "device" not in results.calibration:
+        say("timing copies, the smallest kernel and the host")
+        found = calibrate_device(device, 3) if quick else calibrate_device(device)
+        results.calibration["device"] = dataclasses.asdict(found)
+        results.write()
+    return Calibration(**results.calibration["device"])

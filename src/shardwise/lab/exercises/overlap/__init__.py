@@ -1,0 +1,1 @@
+"""`shardwise bench overlap`: data parallel with communication after, and inside, backward."""

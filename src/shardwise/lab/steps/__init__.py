@@ -1,0 +1,1 @@
+"""Whole training steps: against torch's engines, by gather mode, under the profiler."""

@@ -1,0 +1,248 @@
+"""The step benchmark: one training step of shardwise against torch's engines.
+
+Every family of cases runs in processes of its own, one per real rank, so that a process group, a
+thread count or a CUDA context of one never meets another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from shardwise.emulation.collectives import Emulation
+from shardwise.lab.processes import time_on_ranks
+from shardwise.lab.rows import describe_run, say
+from shardwise.lab.steps import engines
+from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
+from shardwise.lab.steps.engines import Wrap, Wrapped
+from shardwise.profiling import footprint, timing
+from shardwise.profiling.results import Row, print_table, write_json
+from shardwise.profiling.timing import Sample, Side, Step
+from shardwise.trainer.model import make_model
+
+SIDES = ("ours", "theirs")
+TOLERANCE = 1e-5
+PARITY_STEPS = 3
+BLOCKS = 5  # on a GPU: how often each candidate is built and timed
+LEFT_OVER = 2**28  # bytes that may stay on the device between them without a word
+
+
+class BenchmarkError(Exception):
+    """A comparison that would not be worth its figures."""
+
+
+RATIOS = {
+    "step": "step_ms", "device": "device_ms", "cpu": "cpu_ms", "memory": "peak_bytes",
+    "reserved": "reserved_bytes",
+}  # fmt: skip
+
+
+def compare_sides(ours: Side, theirs: Side) -> Row:
+    """Both candidates' figures, and ours over the peer's: below 1 is better. None is what the
+    device cannot tell.
+    """
+    row: Row = {}
+    for name, figure in RATIOS.items():
+        mine, other = getattr(ours, figure), getattr(theirs, figure)
+        row[f"{name}_ratio"] = None if mine is None or other is None else mine / other
+    return row | {"ours": dataclasses.asdict(ours), "theirs": dataclasses.asdict(theirs)}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the cases, write the JSON, print the table."""
+    choice = StepChoice(arguments.strategies, arguments.steps, arguments.quick, arguments.through)
+    facts = describe_run(arguments)
+    rows: list[Row] = []
+    for family in select(arguments.cases, choice).values():
+        answer = family.ask(compare_all, family, arguments.quick)
+        if "error" in answer:
+            sys.exit(f"shardwise: {answer['error']}")
+        rows += answer["rows"]
+    if arguments.json is not None:
+        write_json(arguments.json, **facts, rows=rows)
+    if rows:
+        _print(rows, facts["environment"])
+    else:
+        print("nothing was measured: no case of these is left on this machine")
+
+
+def compare_all(family: Family, quick: bool) -> dict[str, Any]:
+    """The rows of all cases of a family, or why there are none."""
+    try:
+        rows = [
+            _compare(family, case, strategy, quick)
+            for case in family.cases
+            for strategy in case.strategies
+        ]
+    except BenchmarkError as error:
+        return {"error": str(error)}
+    return {"rows": rows}
+
+
+def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
+    """One row; `parity` is the largest relative difference of a parameter or gradient, None where
+    nothing is sent and there are no values.
+    """
+    say(f"{case.name} {strategy}: {case.steps} steps each, in turn")
+    with case.open_network() as emulation:
+        measure = _measure_on_gpu if family.device == "cuda" else _measure_on_cpu
+        sides, parity, settings = measure(family, case, strategy, emulation)
+    found = compare_sides(sides["ours"], sides["theirs"])
+    device = found["device_ratio"]
+    alone = "" if device is None else f", on the device alone {device:.2f}"
+    say(
+        f"{case.name} {strategy}: {sides['ours'].step_ms:.1f} ms against "
+        f"{sides['theirs'].step_ms:.1f}, ratio {found['step_ratio']:.2f}{alone}"
+    )
+    return {
+        "case": case.name,
+        "strategy": strategy,
+        "peer": engines.PEERS[strategy],
+        **found,
+        "parity": parity,
+        "settings": describe_case(family, case, quick) | settings,
+    }
+
+
+Measured = tuple[dict[str, Side], float | None, dict[str, Any]]
+
+
+def _measure_on_cpu(
+    family: Family, case: StepCase, strategy: str, emulation: Emulation | None
+) -> Measured:
+    """Both candidates live side by side and step in turn; memory is taken from a second pair.
+
+    The memory step has a batch of one token, so that its peak is what the parameters cost
+    (gathered, reduced, optimized) and next to nothing of activations.
+    """
+    candidates = {name: _build(family, case, strategy, wrap) for name, wrap in _wraps(case).items()}
+    tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
+    steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
+    parity = _check_parity(candidates, steps, case.name, strategy) if family.real else None
+    timer = time_on_ranks if family.real else timing.time_on_host(lambda: None)
+    samples = timing.alternate(steps, case.steps, case.warmup, timer)
+    settings = {name: candidate.settings for name, candidate in candidates.items()}
+    del candidates, steps
+    one_token = engines.draw_tokens(case.size, 1, 1, family.device)
+    sides = {}
+    for name, wrap in _wraps(case).items():
+
+        def build(wrap: Wrap = wrap) -> Step:
+            return _build(family, case, strategy, wrap).step_on(*one_token)
+
+        sides[name] = Side.of(samples[name], footprint.peak_on_cpu(build))
+    counted = "all CPU allocations of a step on one token (so: parameters, not activations)"
+    return sides, parity, settings | {"peak_bytes": counted}
+
+
+def _measure_on_gpu(
+    family: Family, case: StepCase, strategy: str, emulation: Emulation | None
+) -> Measured:
+    """The candidates take turns on the device: build, warm up, time, free, BLOCKS times each. In
+    every block steps are timed with the host in them, then as many with the host ahead.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in _wraps(case)}
+    alone: dict[str, list[float]] = {name: [] for name in _wraps(case)}
+    peaks: dict[str, list[tuple[int, int]]] = {name: [] for name in _wraps(case)}
+    settings: dict[str, Any] = {
+        "peak_bytes": "torch.cuda.max_memory_allocated over a step, less what was there before",
+        "reserved_bytes": "torch.cuda.max_memory_reserved over a step, less what was there before",
+        "device_ms": "by the device's clock, with the host a step ahead",
+        "blocks": BLOCKS,
+    }
+    collectives: dict[str, int] = {}
+    tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
+    for _ in range(BLOCKS):
+        for name, wrap in _wraps(case).items():
+            left = footprint.free_device()
+            held = torch.cuda.memory_reserved()
+            if left > LEFT_OVER:
+                say(
+                    f"warning: {left / 2**20:.0f} MiB stayed on the device after the last candidate"
+                )
+            candidate = _build(family, case, strategy, wrap)
+            step = candidate.step_on(*tokens)
+            rounds = math.ceil(case.steps / BLOCKS)
+            taken = timing.alternate({name: step}, rounds, case.warmup, timing.time_on_cuda)
+            samples[name] += taken[name]
+            if emulation is not None:
+                hold = emulation.links_of(torch.device("cuda", 0)).delay
+                for _ in range(rounds):
+                    took, _ = timing.time_ahead(step, hold, taken[name], nullcontext())
+                    alone[name].append(took)
+            called = sum(emulation.calls.values()) if emulation else 0
+            allocated, reserved = footprint.peaks_on_cuda(step)
+            peaks[name].append((allocated - left, reserved - held))
+            if emulation is not None:
+                collectives[name] = sum(emulation.calls.values()) - called
+            settings[name] = candidate.settings
+            del candidate, step
+    footprint.free_device()
+    _check_emulated(case, emulation, collectives)
+    # Only the first block makes the libraries' workspaces; the others find them there.
+    sides = {}
+    for name in samples:
+        allocated, reserved = (min(values) for values in zip(*peaks[name], strict=True))
+        sides[name] = Side.of(
+            samples[name], allocated, collectives.get(name), alone[name], reserved
+        )
+    return sides, None, settings
+
+
+def _wraps(case: StepCase) -> dict[str, Wrap]:
+    return {"ours": engines.OURS[case.through], "theirs": engines.wrap_theirs}
+
+
+def _build(family: Family, case: StepCase, strategy: str, wrap: Wrap) -> Wrapped:
+    return wrap(make_model(case.size, family.device), strategy, case.precision)
+
+
+def _check_parity(
+    candidates: dict[str, Wrapped], steps: dict[str, Step], case: str, strategy: str
+) -> float:
+    """Train both for a few steps; an error on every rank if their parameters part."""
+    for step in steps.values():
+        for _ in range(PARITY_STEPS):
+            step()
+    worst, where = engines.largest_difference(candidates["ours"].model, candidates["theirs"].model)
+    if worst > TOLERANCE:
+        raise BenchmarkError(
+            f"{case} {strategy}: after {PARITY_STEPS} steps from the same weights and inputs, "
+            f"{where} differs from {engines.PEERS[strategy]}'s by {worst:.1e} of its largest "
+            f"value (allowed {TOLERANCE:.0e}); nothing was timed"
+        )
+    return worst
+
+
+def _check_emulated(
+    case: StepCase, emulation: Emulation | None, collectives: dict[str, int]
+) -> None:
+    missed = [name for name, count in collectives.items() if count == 0]
+    if emulation is not None and missed:
+        raise BenchmarkError(
+            f"{case.name}: no collective of {missed} went over the emulated network"
+        )
+
+
+def _print(rows: list[Row], environment: dict[str, Any]) -> None:
+    """One line per comparison; ratios are ours over the peer's."""
+    names = ("case", "strategy", "peer")
+    lines = [
+        [
+            *(row[name] for name in names),
+            *(f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES),
+            *("-" if row[f"{r}_ratio"] is None else f"{row[f'{r}_ratio']:.2f}" for r in RATIOS),
+            "-" if row["parity"] is None else f"{row['parity']:.0e}",
+        ]
+        for row in rows
+    ]
+    heads = [*names, "ours ms", "theirs ms", *RATIOS, "parity"]
+    print_table("one training step, shardwise against torch", heads, lines, environment, names, 130)
+    if any(row["settings"]["network"].startswith("emulated") for row in rows):
+        print("h200 rows: emulated network; values are fabricated, times are not")

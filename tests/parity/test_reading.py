@@ -1,0 +1,51 @@
+"""What somebody who follows one step has to read: the files that it visits."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+import shardwise as sw
+from tests.parity.models import Model, loss_sum, token_batch
+from tests.ranks import Ranks
+
+# Two of them are the optimizer's.
+MOST_FILES = 12
+
+
+def _visited() -> list[str]:
+    """Files of shardwise that one zero3 step runs through: five units, two micro-batches, AdamW."""
+    torch.manual_seed(0)
+    model = sw.shard(Model(blocks=4), sw.Plan.of("zero3", 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        for tokens in sw.microbatches(model, [token_batch(0, i) for i in range(2)]):
+            loss_sum(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    seen: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        _, found, file = frame.f_code.co_filename.partition("/src/shardwise/")
+        if event == "call" and found:
+            seen.add(file)
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return sorted(seen)
+
+
+def test_a_step_visits_few_files(two: Ranks) -> None:
+    visited = two.run(_visited)[0]
+    assert len(visited) <= MOST_FILES, visited
+    assert {"schedule/moments.py", "engine/executor.py"} <= set(visited)
