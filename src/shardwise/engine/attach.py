@@ -59,22 +59,18 @@ def find_device(model: nn.Module) -> torch.device:
     """The one device of all parameters; an error names the first that is elsewhere. For a model
     that is still on the meta device: the accelerator, if the process group moves its tensors.
     """
-    device: torch.device | None = None
-    first, count = "", 0
+    first: dict[torch.device, str] = {}  # the first parameter on each device
     for name, parameter in model.named_parameters():
-        count += 1
-        if parameter.device.type == "meta":
-            continue
-        if device is None:
-            device, first = parameter.device, name
-        elif parameter.device != device:
-            raise ValueError(
-                f"parameter {name!r} is on {parameter.device}, but {first!r} is on {device}; "
-                "move the model to one device before sharding it"
-            )
-    if not count:
+        first.setdefault(parameter.device, name)
+    if not first:
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
-    return device or default_device()
+    device, *others = [device for device in first if device.type != "meta"] or [default_device()]
+    if others:
+        raise ValueError(
+            f"parameter {first[others[0]]!r} is on {others[0]}, but {first[device]!r} is on "
+            f"{device}; move the model to one device before sharding it"
+        )
+    return device
 
 
 def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:

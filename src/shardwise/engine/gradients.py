@@ -128,14 +128,7 @@ class Gradients:
     @property
     def complete(self) -> bool:
         """Every parameter has a gradient, and they are all ours."""
-        return (
-            bool(self.summed)
-            and not self.tied
-            and all(
-                parameter.grad is summed
-                for parameter, summed in zip(self.visible, self.summed, strict=True)
-            )
-        )
+        return bool(self.summed) and not (self.tied or self._absent) and self._hangs_as_left
 
     @property
     def cleared(self) -> bool:
