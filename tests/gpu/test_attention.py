@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.kernels.attention.backends import choose
+from shardwise.kernels.attention.backends import Request, choose
 from shardwise.kernels.attention.configs import Backward, Stash, Tiles
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention, plain_lse
@@ -319,10 +319,8 @@ def run_public() -> str | None:
 
 def run_dispatch() -> str | None:
     """A window goes to a backend that has windows."""
-    from shardwise.kernels.attention.backends import Case
-
     q = torch.empty(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
-    chosen = choose(Case.of(q, q, causal=True, window=True, segments=False, precision="fp32"))
+    chosen = choose(Request.of(q, q, causal=True, masked=True))
     return None if chosen == "triton" else f"{chosen} was chosen for a window"
 
 

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.cli import main
 from shardwise.kernels.attention import backends
-from shardwise.kernels.attention.backends import Case, choose, forced
+from shardwise.kernels.attention.backends import Request, choose, forced
 from shardwise.kernels.attention.interface import FlashAttention, attention
+from shardwise.kernels.attention.mask import Mask
 from shardwise.kernels.attention.ops import attention_op
 from shardwise.kernels.attention.reference import (
     plain_attention,
@@ -291,19 +292,11 @@ def test_public_call_matches_float64(interpreter: ProcessPoolExecutor, compiled:
 def test_reference_matches_float64(name: str) -> None:
     shape = CASES[name]
     (q, k, v, do), ids = make_inputs(shape, 1)
-    q_ids, k_ids = ids or (None, None)
     scale = shape.scale if shape.scale is not None else 1 / math.sqrt(shape.D)
-    options: dict[str, Any] = {
-        "causal": shape.causal,
-        "scale": scale,
-        "window": shape.window,
-        "q_ids": q_ids,
-        "k_ids": k_ids,
-        "block": 16,
-    }
-    o, lse = tiled_forward(q, k, v, **options)
+    mask = Mask(shape.causal, scale, shape.window, *(ids or (None, None)))
+    o, lse = tiled_forward(q, k, v, mask, block=16)
     dlse = gradient_of(lse) if shape.dlse else None
-    got = [o, lse, *tiled_backward(q, k, v, o, lse, do, dlse, **options)]
+    got = [o, lse, *tiled_backward(q, k, v, o, lse, do, dlse, mask, block=16)]
     wanted = expect(shape, [q, k, v, do], ids)
     assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) <= BOUNDS[torch.float32]
 
@@ -417,7 +410,7 @@ def test_bad_input_gets_a_clear_error(name: str) -> None:
     assert words in str(caught.value)
 
 
-def case(**changes: Any) -> Case:
+def request(**changes: Any) -> Request:
     facts: dict[str, Any] = {
         "device": torch.device("cuda"),
         "dtype": torch.bfloat16,
@@ -426,44 +419,43 @@ def case(**changes: Any) -> Case:
         "keys": 4096,
         "causal": True,
         "masked": False,
-        "precision": "fp32",
     }
-    return Case(**facts | changes)
+    return Request(**facts | changes)
 
 
 def test_dispatch_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "HAS_TRITON", True)
-    row = backends.Row(bits=16, min_width=64, min_keys=1024, order=("cudnn", "flash"))
+    row = backends.Preference(bits=16, min_width=64, min_keys=1024, order=("cudnn", "flash"))
     monkeypatch.setattr(backends, "TABLES", {(9, 0): (row,)})
-    monkeypatch.setattr(backends, "_capability", lambda device: (8, 0))
-    assert choose(case()) == "flash"  # a GPU that nobody has measured
-    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
-    assert choose(case()) == "cudnn"
-    assert choose(case(width=200)) == "flash"  # too wide for cudnn
-    assert choose(case(keys=512, queries=512)) == "flash"  # no row
-    assert choose(case(masked=True)) == "triton"
-    assert choose(case(lse=True)) == "triton"
-    assert choose(case(lse=True, width=512)) == "reference"
-    assert choose(case(lse=True, device=torch.device("cpu"))) == "reference"
-    assert choose(case(keys=8192)) == "triton"  # unequal lengths under a causal mask
-    assert choose(case(dtype=torch.float64, width=512, masked=True)) == "math"
-    assert choose(case(device=torch.device("cpu"))) == "sdpa"
-    assert choose(case(device=torch.device("cpu"), masked=True)) == "math"
+    monkeypatch.setattr(backends, "capability", lambda device: (8, 0))
+    assert choose(request()) == "flash"  # a GPU that nobody has measured
+    monkeypatch.setattr(backends, "capability", lambda device: (9, 0))
+    assert choose(request()) == "cudnn"
+    assert choose(request(width=200)) == "flash"  # too wide for cudnn
+    assert choose(request(keys=512, queries=512)) == "flash"  # no row
+    assert choose(request(masked=True)) == "triton"
+    assert choose(request(lse=True)) == "triton"
+    assert choose(request(lse=True, width=512)) == "reference"
+    assert choose(request(lse=True, device=torch.device("cpu"))) == "reference"
+    assert choose(request(keys=8192)) == "triton"  # unequal lengths under a causal mask
+    assert choose(request(dtype=torch.float64, width=512, masked=True)) == "math"
+    assert choose(request(device=torch.device("cpu"))) == "sdpa"
+    assert choose(request(device=torch.device("cpu"), masked=True)) == "math"
     torch.use_deterministic_algorithms(True)
     try:
-        assert choose(case()) == "triton"
+        assert choose(request()) == "triton"
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(backends, "HAS_TRITON", False)
-    assert choose(case(masked=True)) == "math"
+    assert choose(request(masked=True)) == "math"
     with pytest.raises(ValueError, match="Triton is not installed"):
-        choose(case(), "triton")
+        choose(request(), "triton")
 
 
 def test_forcing_a_backend_ends_with_the_block() -> None:
     with forced("math"):
-        assert choose(case()) == "math"
-        assert choose(case(), "flash") == "flash"  # the caller's own word counts more
+        assert choose(request()) == "math"
+        assert choose(request(), "flash") == "flash"  # the caller's own word counts more
     assert backends._forced is None
     with pytest.raises(ValueError, match="windows and segments"), forced("flash"):
         attention(GOOD, GOOD, GOOD, causal=True, window=3)

@@ -22,7 +22,7 @@ class Pointer:
         self.index = index
 
 
-class Address:
+class BareAddress:
     """All that a prepared launch asks of a tensor."""
 
     def __init__(self, address: int) -> None:
@@ -40,7 +40,7 @@ class Tile:
         self.kind = type(template)
         self.fields = {**vars(template), "base": None}  # a plan must not keep a tensor alive
 
-    def of(self, base: Tensor | Address | None) -> Any:
+    def of(self, base: Tensor | BareAddress | None) -> Any:
         made = object.__new__(self.kind)  # without the checks, which the template has passed
         made.__dict__.update(self.fields)
         made.base = base
@@ -79,6 +79,6 @@ class Launch:
         for place, tile in self.tiles:
             address = addresses[tile.index]
             assert address is not None
-            arguments[place] = tile.of(Address(address))
+            arguments[place] = tile.of(BareAddress(address))
         assert self.run is not None
         self.run(*arguments, stream=stream)

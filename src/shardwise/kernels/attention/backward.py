@@ -174,7 +174,7 @@ def _dkdv(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def dkdv_kernel(
-    q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last, stash, dk_sum, dv_sum,
+    q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last, ds, dk_sum, dv_sum,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
     scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -188,8 +188,8 @@ def dkdv_kernel(
     `dk_sum` and `dv_sum` until the last chunk, which writes dk and dv.
     """
     _dkdv(
-        tl.program_id(0), q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last,
-        stash, dk_sum, dv_sum,
+        tl.program_id(0), q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+        ds, dk_sum, dv_sum,
         q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
         scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
         GROUP, CAUSAL, WINDOW, SEGMENTS, True, True, STASH, EVEN_M, EVEN_N, EVEN_D,
@@ -289,7 +289,7 @@ def _dq(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def dq_kernel(
-    q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+    q, k, v, do, lse_log2, delta, dq, q_ids, k_ids, q_first, q_last,
     q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
     scale, scale_log2, heads, H, M, N, D, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -298,7 +298,7 @@ def dq_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     _dq(
-        tl.program_id(0), q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+        tl.program_id(0), q, k, v, do, lse_log2, delta, dq, q_ids, k_ids, q_first, q_last,
         q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
         scale, scale_log2, heads, H, M, N, D, window,
         GROUP, CAUSAL, WINDOW, SEGMENTS, EVEN_N, EVEN_D,
@@ -308,8 +308,8 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def joined_kernel(
-    q, k, v, do, lse, delta, dk, dv, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_for_dq,
-    delta_for_dq, dq, q_ids, k_ids, q_first, q_last, k_first, k_last,
+    q, k, v, do, lse_log2, delta, dk, dv, q_for_dq, k_for_dq, v_for_dq, do_for_dq,
+    lse_log2_for_dq, delta_for_dq, dq, q_ids, k_ids, q_first, q_last, k_first, k_last,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, dq_strides, line_stride,
     scale, scale_log2, heads, H, M, N, D, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -330,7 +330,7 @@ def joined_kernel(
     if role == 0:
         if place < tl.cdiv(M, BLOCK_M_DQ) * heads:
             _dq(
-                place, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_for_dq, delta_for_dq, dq,
+                place, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_log2_for_dq, delta_for_dq, dq,
                 q_ids, k_ids, q_first, q_last,
                 q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
                 scale, scale_log2, heads, H, M, N, D, window,
@@ -340,7 +340,7 @@ def joined_kernel(
     elif place < tl.cdiv(N, BLOCK_N) * (heads // GROUP):
         if role == 1:
             _dkdv(
-                place, q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+                place, q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last,
                 None, None, None,
                 q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
                 scale, scale_log2, 0, heads // GROUP, H, M, N, D, window, 0, M,
@@ -349,7 +349,7 @@ def joined_kernel(
             )  # fmt: skip
         elif ROLES == 3:
             _dkdv(
-                place, q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+                place, q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last,
                 None, None, None,
                 q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
                 scale, scale_log2, 0, heads // GROUP, H, M, N, D, window, 0, M,
@@ -360,7 +360,7 @@ def joined_kernel(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def dq_from_stash_kernel(
-    stash, k, dq, scale, head_lo, heads, H, N, chunk_lo,
+    ds, k, dq, scale, head_lo, heads, H, N, chunk_lo,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -380,7 +380,7 @@ def dq_from_stash_kernel(
         hi = tl.minimum(N, m0 + BLOCK_M)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n0 in tl.range(0, hi, BLOCK_N):
-        ds_NM = stash.load([place % heads, n0, column]).reshape([BLOCK_N, BLOCK_M])
+        ds_NM = ds.load([place % heads, n0, column]).reshape([BLOCK_N, BLOCK_M])
         k_ND = k.load([b, h // GROUP, n0, 0]).reshape([BLOCK_N, BLOCK_D])
         dq_MD = product(ds_NM.T, k_ND, dq_MD, "tf32")
     dq_MD = (dq_MD * scale).to(k.dtype)
