@@ -40,12 +40,11 @@ HOPPER_WIDTHS = (64, 128)
 IDS = ("q_ids", "k_ids", "q_first", "q_last", "k_first", "k_last")
 FORWARD = ("q", "k", "v", "o", "lse", *IDS)
 BACKWARD = ("q", "k", "v", "o", "do", "lse", "dlse", "dq", "dk", "dv", *IDS)
-# Workspaces: two numbers per query, the scores' gradient with the sums that pass from chunk to
-# chunk, and the bf16 parts of fp32 factors.
-LINES = ("lse_log2", "delta")
-STASH = ("ds", "dk_sum", "dv_sum")
+# Workspaces.
+LINES = ("lse_log2", "delta")  # a number per query each
+STASH = ("ds", "dk_sum", "dv_sum")  # the scores' gradient, and what passes from chunk to chunk
 FACTORS = ("q", "k", "v", "do")
-PARTS = tuple(f"{name}_parts" for name in FACTORS)
+PARTS = tuple(f"{name}_parts" for name in FACTORS)  # bf16 numbers that add up to a factor in fp32
 # Tensors (B, heads, length, D), by what their length counts.
 OF_QUERIES = ("q", "o", "do", "dq", "q_parts", "do_parts")
 OF_KEYS = ("k", "v", "dk", "dv", "k_parts", "v_parts")
@@ -169,7 +168,7 @@ class Arguments:
     def _precision(self, tiles: Tiles) -> str:
         """How the kernel multiplies fp32; 16-bit products do not look at it."""
         if self.splits(tiles):
-            return {2: "two parts", 3: "three parts"}[PART_COUNTS[self.precision]]
+            return {"tf32": "two parts", "fp32": "three parts"}[self.precision]
         if self.precision == "tf32":
             return "tf32"
         return "ieee" if INTERPRETED else configs.FP32_PRECISION
@@ -184,6 +183,8 @@ class Arguments:
             return None
         if strides:
             return x.stride()[:3]
+        if tiles is not None and name == "ds":  # there is a stash only where TMA serves
+            return self.descriptor(name, 1, tiles.block_n, tiles.block_m)
         if tiles is not None and tiles.tma and self.tma:
             if name in OF_QUERIES:
                 return self.descriptor(name, 1, 1, tiles.block_m, self.block_d)
@@ -191,8 +192,6 @@ class Arguments:
                 return self.descriptor(name, 1, 1, tiles.block_n, self.block_d)
             if name in LINES:
                 return self.descriptor(name, 1, tiles.block_m)
-            if name == "ds":
-                return self.descriptor(name, 1, tiles.block_n, tiles.block_m)
         return self.pointer(name)
 
     def pointer(self, name: str) -> Pointer:

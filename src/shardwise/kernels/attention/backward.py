@@ -3,9 +3,9 @@
 
 With p = exp2(s - lse) and dp = do v^T, the gradient of the scores is ds = p * (dp - delta), where
 `delta` is the row sum of o * do; then dv = p^T do, dk = ds^T q and dq = ds k. `lse` is in base 2
-here: `attention_prepare` has turned it, once per row. Of a query that sees no key it is -inf and p
-is +inf, until the mask, which covers all of such a row, makes it zero. There are two ways to
-arrange the products, neither with atomics, so each gives the same bits every time:
+here: a kernel of `prepare` has converted it, once per row. The lse of a query that sees no key is
+-inf, which makes its p +inf; but its whole row is masked, and the mask sets p to zero. There are
+two ways to arrange the products, neither with atomics, so each gives the same bits every time:
 
 recompute  `dkdv_kernel` gives one program a block of keys and walks the queries, `dq_kernel` one
            program a block of queries and walks the keys. Both make s and dp: seven products where
@@ -320,10 +320,10 @@ def joined_kernel(
 ):  # fmt: skip
     """All in one launch, whose programs take turns: dq | dk and dv, or with 3 ROLES dq | dk | dv.
 
-    Of few blocks neither kernel alone fills the GPU, and its longest block ends long after the
-    others. Here the long ones of all start together. Three roles make eight products, but each
-    holds one sum: of two in fp32 a program's registers spill. The sources of dq differ from the
-    others' only with TMA, whose descriptors know the size of a tile.
+    With few blocks neither kernel alone fills the GPU, and its longest block ends long after the
+    others. Here the long blocks of both start together. Three roles make eight products, but each
+    holds one sum: two sums in fp32 would spill a program's registers. The arguments `*_for_dq` are
+    the same tensors once more: with TMA a descriptor knows the size of a tile, and dq's differ.
     """
     role = tl.program_id(0) % ROLES
     place = tl.program_id(0) // ROLES

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """dk and dv for Hopper, in Gluon: `dkdv_kernel` with its warps told apart.
 
-As in `attention_forward_hopper`, a producer warp feeds two consumers, here of 64 keys each. Per
+As in `forward_hopper`, a producer warp feeds two consumers, here of 64 keys each. Per
 tile of queries a consumer issues four products, and does its arithmetic while others run:
 
     s = k q^T   dp = v do^T      | p = exp2(s - lse)        while dp runs

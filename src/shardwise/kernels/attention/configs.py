@@ -140,8 +140,8 @@ FEW = 64  # at most so many blocks
 FEWEST = 16
 
 STASH_SHARE = 32  # the stash takes at most this part of the GPU's memory
-# Heads that run at the same time: enough to end together, few enough that some programs read the
-# same keys; more if all their keys and values fit the L2 cache.
+# Heads that run at the same time: enough for all programs to end together, few enough that some of
+# them read the same keys; more if all these heads' keys and values fit into the L2 cache.
 MIN_HEADS = 64
 HEADS_CACHE_BYTES = 32 << 20
 

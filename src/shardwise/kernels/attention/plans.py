@@ -58,7 +58,7 @@ class LaunchPlan:
             self.bytes += blocks * WORKSPACE_ALIGNMENT
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int | None]) -> None:
-        """`addresses` are the tensors' own."""
+        """`addresses` are those of `tensors`, in order."""
         q = tensors[0]
         assert q is not None
         space = q.new_empty(self.bytes, dtype=torch.uint8) if self.bytes else None
@@ -88,9 +88,9 @@ def plan_forward(
 ) -> LaunchPlan:
     call = Arguments(FORWARD, tensors, mask, precision)
     tiles = tiles or configs.tiles_for(configs.FORWARD, *call.choice)
-    # Only backward needs o and lse beforehand.
-    without = {"o": None, "lse": None, "o_strides": None}
-    launches = [_split(call, **without)] if call.splits(tiles) else []
+    # o and lse are results here, nothing for `split_kernel` to read.
+    absent = {"o": None, "lse": None, "o_strides": None}
+    launches = [_split(call, **absent)] if call.splits(tiles) else []
     launches.append(_forward(call, tiles))
     return LaunchPlan(launches, call.workspaces)
 
@@ -222,7 +222,7 @@ def _with_stash(call: Arguments, tiles: Tiles, stash: Stash) -> Iterator[Launch]
 
 
 def _memory_and_processors(device: torch.device) -> tuple[int, int]:
-    """The device's bytes and multiprocessors; of no device, where kernels are interpreted."""
+    """The GPU's bytes and multiprocessors; stand-ins where kernels are interpreted on a CPU."""
     if device.type != "cuda":
         return 32 << 30, 1
     gpu = torch.cuda.get_device_properties(device)
