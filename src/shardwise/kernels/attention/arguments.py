@@ -22,7 +22,7 @@ from shardwise.kernels.attention import configs
 from shardwise.kernels.attention.backends import capability
 from shardwise.kernels.attention.configs import Tiles
 from shardwise.kernels.attention.mask import Mask
-from shardwise.kernels.launches import Launch, Pointer, Tile
+from shardwise.kernels.launches import Descriptor, Launch, Pointer
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -57,7 +57,7 @@ class Arguments:
     def __init__(
         self, names: tuple[str, ...], tensors: Sequence[Tensor | None], mask: Mask, precision: str
     ) -> None:
-        self.places = {name: i for i, name in enumerate(names)}
+        self.positions = {name: i for i, name in enumerate(names)}
         # What this call does not have is None, and so is its argument.
         self.tensors: dict[str, Tensor | None] = dict.fromkeys((*BACKWARD, *LINES, *STASH, *PARTS))
         for name, x in zip(names, tensors, strict=True):
@@ -97,7 +97,7 @@ class Arguments:
 
     def add_workspace(self, name: str, layout: Tensor) -> None:
         """A workspace laid out like `layout`, which the launches know by this name."""
-        self.places[name] = len(self.places)
+        self.positions[name] = len(self.positions)
         self.tensors[name] = layout
         self.workspaces.append(layout)
 
@@ -195,20 +195,20 @@ class Arguments:
         return self.pointer(name)
 
     def pointer(self, name: str) -> Pointer:
-        return Pointer(self.places[name])
+        return Pointer(self.positions[name])
 
-    def descriptor(self, name: str, *block: int) -> Tile:
+    def descriptor(self, name: str, *block: int) -> Descriptor:
         x = self[name]
         template = TensorDescriptor(x, list(x.shape), _strides(x), list(block))
-        return Tile(self.places[name], template)
+        return Descriptor(self.positions[name], template)
 
-    def gluon_descriptor(self, name: str, *block: int) -> Tile:
+    def gluon_descriptor(self, name: str, *block: int) -> Descriptor:
         """A tile's rows are multiples of 128 bytes, the width over which shared memory is swizzled;
         a block of lines is not swizzled."""
         x = self[name]
         layout = NVMMASharedLayout(0 if name in LINES else 128, 8 * x.itemsize, len(block))
         template = GluonDescriptor(x, list(x.shape), _strides(x), list(block), layout)
-        return Tile(self.places[name], template)
+        return Descriptor(self.positions[name], template)
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:

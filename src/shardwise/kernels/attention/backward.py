@@ -112,9 +112,10 @@ def _dkdv(
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     sums = ((place % heads).to(tl.int64) * N + n[:, None]) * BLOCK_D + d[None, :]
     if STASH:
-        kept = tl.where(chunk_lo > lo, N, 0)  # nothing yet if this chunk is the block's first
-        dk_ND = tl.load(dk_sum + sums, mask=n[:, None] < kept, other=0.0)
-        dv_ND = tl.load(dv_sum + sums, mask=n[:, None] < kept, other=0.0)
+        # There are no sums yet if this chunk is the block's first.
+        keys_with_sums = tl.where(chunk_lo > lo, N, 0)
+        dk_ND = tl.load(dk_sum + sums, mask=n[:, None] < keys_with_sums, other=0.0)
+        dv_ND = tl.load(dv_sum + sums, mask=n[:, None] < keys_with_sums, other=0.0)
         lo = tl.maximum(lo, chunk_lo)
         hi = tl.minimum(hi, chunk_hi)
         full_lo = tl.minimum(tl.maximum(full_lo, chunk_lo), tl.maximum(hi, lo))
