@@ -24,6 +24,7 @@ from torch.nn import functional
 from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
 from shardwise.emulation.check import call_collective
 from shardwise.emulation.run import fake_group
+from shardwise.engine import torch_private
 from shardwise.engine.api import shard
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import describe
@@ -281,7 +282,7 @@ def _sample_on_cuda(call: Callable[[], Any], times: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Launches queue up behind a spin, so that the host's own time is not measured. Between long
     # kernels it is next to nothing: the clock is that of a device under load.
-    torch.cuda._sleep(times * LAUNCH_CYCLES)
+    torch_private.spin(times * LAUNCH_CYCLES)
     start.record()
     for _ in range(times):
         call()

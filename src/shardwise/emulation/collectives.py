@@ -296,7 +296,7 @@ def _hook_ddp() -> Iterator[None]:
     original = DistributedDataParallel.forward
 
     def forward(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        if not model._comm_hooks:
+        if not torch_private.comm_hooks_of(model):
             # Without annotations: torch reads a hook's, and does not know postponed ones.
             model.register_comm_hook(
                 _Buckets(model.process_group), lambda buckets, bucket: buckets.send(bucket)

@@ -37,6 +37,7 @@ from shardwise.emulation.device import Mode
 from shardwise.emulation.engines import Inputs, Subject, build
 from shardwise.emulation.exposure import Exposure, Message
 from shardwise.emulation.networks import NetworkModel
+from shardwise.engine import torch_private
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -92,9 +93,8 @@ class Figures:
 @contextmanager
 def fake_group(rank: int, world: int) -> Iterator[None]:
     """A process group in which nothing is sent, while it is open."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    store = torch_private.fake_store()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world)
     try:
         yield
     finally:

@@ -369,3 +369,65 @@ def fsdp_param_group_module() -> Any:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     return _fsdp_param_group
+
+
+# For the rooms above the engine: what each is for, and what is lost without it.
+
+# A module's own parameters by key, to exchange one in its place: `setattr` would pass through
+# whatever the module's class does there. Without it `fully_shard` cannot tie weights.
+parameters_of = attrgetter("_parameters")
+
+# The communication hooks of a DistributedDataParallel model. Without it an emulated network would
+# put its hook over a user's.
+comm_hooks_of = attrgetter("_comm_hooks")
+
+# Whether torch's profiler runs; a process has only one. Without it a second start fails somewhere
+# inside torch, with an error that does not say so.
+profiler_runs = torch.autograd._profiler_enabled
+
+# The history of CUDA's allocator, block by block. Without it memory has no curve on a GPU, only a
+# peak.
+record_allocations = torch.cuda.memory._record_memory_history
+allocator_snapshot = torch.cuda.memory._snapshot
+
+# Keeps a GPU busy for so many cycles. Without it a short kernel's time is that of its launch.
+spin = torch.cuda._sleep
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of a mesh as one, with a group of its own. Without it `fully_shard` takes no
+    `dp_mesh_dims` of several axes.
+    """
+    return mesh._flatten(name)
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """What moves a group's tensors on a device. Without it buffers cannot come from its allocator
+    (`set_allocate_memory_from_process_group_for_comm`).
+    """
+    return group._get_backend(device)
+
+
+def join_states(root: FSDPState, states: Sequence[FSDPState]) -> None:
+    """Let all states under a root share its context, as torch's do from the first forward on.
+    Without it pipeline schedules find none of them.
+    """
+    root._state_ctx.all_states = list(states)
+    for state in states:
+        state._state_ctx, state._is_root = root._state_ctx, state is root
+
+
+def load_older_home() -> None:
+    """Import the module in which older versions had `fully_shard`. Without it a program that later
+    imports it from there would keep shardwise's after torch's is put back.
+    """
+    import torch.distributed._composable.fsdp  # noqa: F401
+
+
+def fake_store() -> Any:
+    """A store for the "fake" backend, whose groups send nothing; the import registers the backend.
+    Without it a process cannot be one rank of an emulated cluster.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

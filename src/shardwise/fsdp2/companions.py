@@ -10,10 +10,10 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
-import torch.distributed._composable.fsdp  # noqa: F401  an older home of the same names
 import torch.distributed.fsdp as fsdp
 from torch import nn
 
+from shardwise.engine import torch_private
 from shardwise.engine.hooks import node_of
 from shardwise.fsdp2.sharding import Sharding, sharding_of
 from shardwise.fsdp2.wrap import fully_shard
@@ -62,6 +62,7 @@ def replace_torch_fully_shard() -> Callable[[], None]:
     get shardwise's too, under whatever name. What holds a function elsewhere (in a class, a dict, a
     default argument) keeps it. Returns a function that puts torch's back.
     """
+    torch_private.load_older_home()
     ours = (fully_shard, register_fsdp_forward_method, share_comm_ctx)
     by_theirs = {
         id(getattr(fsdp, own.__name__)): own for own in ours if hasattr(fsdp, own.__name__)

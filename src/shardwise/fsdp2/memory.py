@@ -26,7 +26,7 @@ class FromGroup:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        backend = self.group._get_backend(device) if self.group is not None else None
+        backend = torch_private.backend_of(self.group, device) if self.group is not None else None
         if backend is None or not backend.supports_tensor_alloc(device):
             return torch.empty(*size, dtype=dtype, device=device)
         made: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)

@@ -79,7 +79,9 @@ def find_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Axes:
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    if len(names) == 1:
+        return mesh[names[0]]
+    return torch_private.flatten(mesh[names], "_".join(names))
 
 
 def axes_of_info(info: Any) -> Axes:

@@ -233,10 +233,9 @@ class Sharding(torch_private.FSDPState):
         executor = executor or TensorExecutor(self.mesh.device)
         engine = Engine(root, units, mesh, policy, executor)
         engine.schedule.last_backward = self.is_last_backward
-        self._state_ctx.all_states = list(shardings)
+        torch_private.join_states(self, shardings)
         for sharding in shardings:
             sharding.engine = engine
-            sharding._state_ctx, sharding._is_root = self._state_ctx, sharding is self
             for node in sharding.nodes:
                 node.join(engine, is_root=node.module is root)
         if self.mesh.device.type != "cpu":
@@ -248,7 +247,7 @@ def _name_units(root: nn.Module, shardings: list[Sharding]) -> None:
     """Name parameters and units as the root does."""
     names: dict[tuple[int, str], list[str]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
-        for key in module._parameters:
+        for key in torch_private.parameters_of(module):
             names.setdefault((id(module), key), []).append(f"{prefix}.{key}" if prefix else key)
     modules = {id(module): name or "root" for name, module in root.named_modules()}
     for sharding in shardings:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from shardwise.engine import torch_private
 from shardwise.engine.storage import Member
 from shardwise.engine.unit import Unit
 from shardwise.fsdp2.sharding import Sharding, shardings_in
@@ -34,7 +35,7 @@ class Home:
         """Hang the sharded parameter in these places too; a group to come will cover them."""
         _, unit, at = self._find()
         for module, key in places:
-            module._parameters[key] = unit.parameters.visible[at]
+            torch_private.parameters_of(module)[key] = unit.parameters.visible[at]
         self.elsewhere += places
 
     def give_up(self) -> Member:

@@ -18,7 +18,7 @@ from shardwise.engine.attach import (
 )
 from shardwise.engine.extended import is_extended
 from shardwise.engine.storage import Member, Offload
-from shardwise.engine.torch_private import DataParallelMeshDims
+from shardwise.engine.torch_private import DataParallelMeshDims, parameters_of
 from shardwise.engine.unit import (
     Unit,
 )
@@ -177,7 +177,7 @@ def _find_parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> li
     """Every parameter once, with all places where it hangs."""
     found: dict[int, Placed] = {}
     for module in managed:
-        for key, parameter in module._parameters.items():
+        for key, parameter in parameters_of(module).items():
             if parameter is not None and parameter not in ignored:
                 found.setdefault(id(parameter), (parameter, []))[1].append((module, key))
     return list(found.values())

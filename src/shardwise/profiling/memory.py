@@ -146,11 +146,11 @@ class CudaHistory:
         self.snapshot: dict[str, Any] = {}
 
     def start(self) -> None:
-        torch.cuda.memory._record_memory_history("all", context=None, max_entries=2_000_000)
+        torch_private.record_allocations("all", context=None, max_entries=2_000_000)
 
     def stop(self) -> None:
-        self.snapshot = torch.cuda.memory._snapshot()
-        torch.cuda.memory._record_memory_history(None)
+        self.snapshot = torch_private.allocator_snapshot()
+        torch_private.record_allocations(None)
 
     def blocks(self, offset: int) -> tuple[list[MemoryBlock], list[tuple[int, int, int]]]:
         """Every block, and (time, reserved, active beyond allocated) changes; `offset` is added to

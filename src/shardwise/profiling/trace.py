@@ -79,7 +79,7 @@ class Tracer:
         self._anchors: list[tuple[int, int]] = []
 
     def start(self) -> None:
-        if torch.autograd._profiler_enabled():
+        if torch_private.profiler_runs():
             raise RuntimeError(
                 "torch's profiler runs already in this process, and there can be only one: end it "
                 "before sw.profile begins"

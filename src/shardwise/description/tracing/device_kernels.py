@@ -15,10 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from shardwise.description.model import KernelFact
 from shardwise.description.parameters import dtype_name
+from shardwise.description.tracing.torch_private import (
+    efficient_attention,
+    flash_attention,
+    flash_attention_for_cpu,
+    pytree,
+)
 
 aten = torch.ops.aten
 
@@ -142,15 +147,13 @@ class DeviceKernels(TorchFunctionMode):
         if not usual or not query.is_meta:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)
         if self.device == "cpu" and dropout_p == 0:
-            return aten._scaled_dot_product_flash_attention_for_cpu(
+            return flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
         if self.device == "cuda" and low and attn_mask is None and query.shape[-1] <= 256:
-            return aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
+            return flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         if self.device == "cuda" and not grouped:
-            return aten._scaled_dot_product_efficient_attention(
+            return efficient_attention(
                 query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
             )[0]
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)

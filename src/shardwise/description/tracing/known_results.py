@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise.description.model import KernelFact
 from shardwise.description.tracing.op_costs import cost_of
+from shardwise.description.tracing.torch_private import pytree, schema_of
 
 _Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -44,7 +44,7 @@ class KnownResults:
 
     def _key(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op not in self._pure:
-            schema = op._schema
+            schema = schema_of(op)
             aliased = [*schema.arguments, *schema.returns]
             self._pure[op] = all(a.alias_info is None for a in aliased)
         if not self._pure[op]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as activation_checkpoint
 
 from shardwise.description.parameters import places
+from shardwise.description.tracing.torch_private import pytree
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def copy_to_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Modul
         empty = torch.empty_like(parameter, device="meta", dtype=cast)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for module in model.modules():
-        values = [*module._buffers.values(), *vars(module).values()]
+        values = [*module.buffers(recurse=False), *vars(module).values()]
         for value in pytree.tree_leaves(values):
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = torch.empty_like(value, device="meta")

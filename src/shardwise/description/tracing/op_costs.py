@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise.description.model import KernelFact
 from shardwise.description.parameters import dtype_name
+from shardwise.description.tracing.torch_private import pytree, schema_of
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def cost_of(
     op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 ) -> KernelFact | None:
     """The kernel that `op` launches for these arguments, or None if it launches none."""
-    name = op._schema.name
+    name = schema_of(op).name
     if name in _FREE_OPS or _is_view(op):
         return None
     outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
@@ -67,7 +67,7 @@ def cost_of(
 
 def _is_view(op: Any) -> bool:
     """Its outputs are other looks at its inputs."""
-    returns = op._schema.returns
+    returns = schema_of(op).returns
     return bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns
     )
@@ -80,8 +80,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _bind(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in op._schema.arguments]
-    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    names = [argument.name for argument in schema_of(op).arguments]
+    defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 

@@ -20,27 +20,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.description.model import KernelFact
 from shardwise.description.tracing.device_kernels import DeviceKernels
 from shardwise.description.tracing.known_results import KnownResults
 from shardwise.description.tracing.meta_copy import copy_to_meta, find_owners, hook, input_to_meta
+from shardwise.description.tracing.torch_private import (
+    TorchDispatchMode,
+    current_node,
+    next_node_number,
+    node_number,
+    pytree,
+    run_backward,
+    storage_id,
+)
 from shardwise.errors import UserError
-
-# torch's private names that tracing needs, all of them here. Both are in 2.11 and 2.13.
-current_node = torch._C._current_autograd_node
-_engine = torch.autograd.Variable._execution_engine
-
-
-def run_backward(scalar: Tensor) -> None:
-    """As scalar.backward(), which would suspend `DeviceKernels`; recomputation needs it."""
-    _engine.run_backward(
-        (scalar,), (torch.ones_like(scalar),), False, False, (),
-        allow_unreachable=True, accumulate_grad=True,
-    )  # fmt: skip
-
 
 Phase = Literal["forward", "recompute", "backward"]
 What = Literal["kernel", "alloc", "free", "save", "enter", "leave"]
@@ -223,7 +217,7 @@ class Recorder(TorchDispatchMode):
             self.after_recompute()
 
     def _mark(self) -> None:
-        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._numbers.append(next_node_number())
         self._moments.append(len(self.events))
 
     def _write(self, what: What, **facts: Any) -> None:
@@ -241,7 +235,7 @@ class Recorder(TorchDispatchMode):
         node = current_node()
         if node is None:
             return -1
-        number = node._sequence_nr()
+        number = node_number(node)
         if number >= 2**62:  # accumulating a gradient: wherever that happens
             return -1
         at = bisect.bisect_right(self._numbers, number) - 1
@@ -257,7 +251,7 @@ class Recorder(TorchDispatchMode):
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_id(storage)
         if address not in self._storages:
             number = self._storages[address] = self._count
             self._count += 1
@@ -285,7 +279,7 @@ def _total_bytes(value: Any) -> int:
     sizes = {}
     for tensor in pytree.tree_leaves(value):
         if isinstance(tensor, Tensor):
-            sizes[tensor.untyped_storage()._cdata] = min(
+            sizes[storage_id(tensor.untyped_storage())] = min(
                 tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
             )
     return sum(sizes.values())

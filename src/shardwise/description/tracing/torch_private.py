@@ -1,0 +1,51 @@
+"""torch's private names that tracing needs: what for, and what tracing would lack without them.
+
+What the engine and the rooms above it need stands in `engine/torch_private.py`, which this room
+lies below. `tests/unit/test_torch_private.py` lists both, and tells whether a torch has them.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter, methodcaller
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "pytree"]  # torch's own, from here
+
+# `pytree` finds the tensors in what a module takes and gives. Without it: our own walk over lists
+# and dicts, which would not know the containers that users register with torch.
+# `TorchDispatchMode` sees every operator below autograd, those of backward too. Without it there is
+# no trace.
+
+# An operator's name, its arguments with their defaults, and which of its results are views. Without
+# it no operator could be told from another, and views would cost what copies do.
+schema_of = attrgetter("_schema")
+
+# A storage's address, which two tensors over the same memory share; on the meta device `data_ptr`
+# is always 0. Without it a view would count as memory of its own.
+storage_id = attrgetter("_cdata")
+
+# The node of autograd's graph that runs now, the number that forward gave it, and the number that
+# forward would give next. Without them no backward operator would belong to a module.
+current_node = torch._C._current_autograd_node
+node_number = methodcaller("_sequence_nr")
+next_node_number = torch.autograd._get_sequence_nr
+
+# What a device fuses attention to. Without them the meta device takes the plain path, which keeps
+# the whole matrix of scores for backward.
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+
+_autograd = torch.autograd.Variable._execution_engine
+
+
+def run_backward(scalar: Tensor) -> None:
+    """As scalar.backward(), which would suspend `DeviceKernels`; recomputation needs it."""
+    _autograd.run_backward(
+        (scalar,), (torch.ones_like(scalar),), False, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
