@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.kernels.attention.backends import choose
+from shardwise.kernels.attention.backends import Request, choose
 from shardwise.kernels.attention.configs import Backward, Stash, Tiles
 from shardwise.kernels.attention.interface import FlashAttention, attention
-from shardwise.kernels.attention.reference import plain_attention, plain_lse
+from tests.attention_in_float64 import error, expect, gradient_of
 
 try:
     import pytest
@@ -159,12 +159,6 @@ def make_inputs(shape: Shape, seed: int) -> tuple[list[Tensor], tuple[Tensor, Te
     return tensors, (q_ids, k_ids)
 
 
-def gradient_of(lse: Tensor) -> Tensor:
-    """Any numbers of the size of do's."""
-    places = torch.arange(lse.numel(), device=lse.device).reshape(lse.shape)
-    return places.double().sin().to(lse.dtype)
-
-
 def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any, uses_lse: bool) -> list[Tensor]:
     """o, lse, dq, dk, dv into tensors that held NaN."""
     from shardwise.kernels.attention import launch
@@ -186,40 +180,16 @@ def run_kernels(shape: Shape, tensors: list[Tensor], ids: Any, uses_lse: bool) -
     return [x.unsqueeze(1) if shape.flat else x for x in (o, lse, *grads)]
 
 
-def expect(
-    shape: Shape, tensors: list[Tensor], ids: Any, uses_lse: bool = False
-) -> tuple[list[Tensor], Tensor]:
-    """o, dq, dk, dv, and lse, in float64; `uses_lse`: the loss does."""
-    *inputs, do = (x.double() for x in tensors)
-    for x in inputs:
-        x.requires_grad_()
-    options: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "segment_ids": ids}
-    o = plain_attention(*inputs, **options)
-    with torch.set_grad_enabled(uses_lse):
-        lse = plain_lse(*inputs[:2], **options)
-    loss = (o * do).sum()
-    if uses_lse:
-        loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * gradient_of(lse)).sum()
-    return [o.detach(), *torch.autograd.grad(loss, inputs)], lse.detach()
+def expected(shape: Shape, tensors: list[Tensor], ids: Any, uses_lse: bool = False) -> list[Tensor]:
+    """o, lse, dq, dk, dv in float64; `uses_lse`: the loss does."""
+    mask = {"causal": shape.causal, "window": shape.window, "segment_ids": ids}
+    return expect(tensors, uses_lse, **mask)
 
 
-def error(got: Tensor, wanted: Tensor) -> float:
-    """Relative to the norm; an infinity must be the same one on both sides."""
-    infinite = wanted.isinf()
-    if not torch.equal(got.double()[infinite], wanted[infinite]):
-        return math.inf
-    got, wanted = got.masked_fill(infinite, 0.0), wanted.masked_fill(infinite, 0.0)
-    size = wanted.norm().item()
-    return (got.double() - wanted).norm().item() / (size if size > 1e-9 else wanted.numel() ** 0.5)
-
-
-def complaint_about(
-    kind: str, got: list[Tensor], wanted: tuple[list[Tensor], Tensor]
-) -> str | None:
+def complaint_about(kind: str, got: list[Tensor], wanted: list[Tensor]) -> str | None:
     """What is too far off of o, lse, dq, dk, dv; None if nothing is."""
-    o, lse, *grads = got
-    errors = [error(a, b) for a, b in zip((o, *grads), wanted[0], strict=True)]
-    of_lse = error(lse, wanted[1])
+    errors = [error(a, b) for a, b in zip(got, wanted, strict=True)]
+    of_lse = errors.pop(1)
     good = all(e <= BOUNDS[kind] for e in errors)  # NaN is not
     # lse is fp32 and natural also where o has 16 bits.
     if good and of_lse <= BOUNDS["tf32" if kind == "tf32" else "fp32"]:
@@ -233,13 +203,13 @@ def run_case(name: str) -> str | None:
     seed = int.from_bytes(os.urandom(4), "little")
     tensors, ids = make_inputs(shape, seed)
     got, again = (run_kernels(shape, tensors, ids, False) for _ in range(2))
-    complaint = complaint_about(shape.kind, got, expect(shape, tensors, ids))
+    complaint = complaint_about(shape.kind, got, expected(shape, tensors, ids))
     if complaint is not None:
         return f"{complaint}, seed {seed}"
     if not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
         return f"a second run gave other bits, seed {seed}"
     got = run_kernels(shape, tensors, ids, True)
-    complaint = complaint_about(shape.kind, got, expect(shape, tensors, ids, True))
+    complaint = complaint_about(shape.kind, got, expected(shape, tensors, ids, True))
     return None if complaint is None else f"with a gradient of lse, {complaint}, seed {seed}"
 
 
@@ -272,8 +242,8 @@ def run_public() -> str | None:
     (q, k, v, do), _ = make_inputs(shape, int.from_bytes(os.urandom(4), "little"))
     for x in (q, k, v):
         x.requires_grad_()
-    (wanted, wanted_lse), with_lse = (
-        expect(shape, [x.detach() for x in (q, k, v, do)], None, uses) for uses in (False, True)
+    (wanted_o, wanted_lse, *wanted_grads), with_lse = (
+        expected(shape, [x.detach() for x in (q, k, v, do)], None, uses) for uses in (False, True)
     )
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -288,6 +258,7 @@ def run_public() -> str | None:
     }
     for backend in ("triton", "flash", "cudnn", "efficient", "math", "sdpa", None):
         variants[str(backend)] = lambda *x, b=backend: attention(*x, causal=True, backend=b)
+    wanted = [wanted_o, *wanted_grads]
     for name, variant in variants.items():
         o = variant(q, k, v)
         got = [o, *torch.autograd.grad(o, (q, k, v), do)]
@@ -319,10 +290,8 @@ def run_public() -> str | None:
 
 def run_dispatch() -> str | None:
     """A window goes to a backend that has windows."""
-    from shardwise.kernels.attention.backends import Case
-
     q = torch.empty(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
-    chosen = choose(Case.of(q, q, causal=True, window=True, segments=False, precision="fp32"))
+    chosen = choose(Request.of(q, q, causal=True, masked=True))
     return None if chosen == "triton" else f"{chosen} was chosen for a window"
 
 

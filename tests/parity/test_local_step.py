@@ -63,7 +63,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, unused: bool = False) ->
 
 def took(optimizer: Any) -> bool:
     """Whether the steps of this optimizer ran on local rows."""
-    known = local_step._steps.get(optimizer)
+    known = optimizer.__dict__.get(local_step._KEY)
     return known is not None and any(group.runs for group in known.groups)
 
 

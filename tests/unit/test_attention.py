@@ -26,15 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.cli import main
 from shardwise.kernels.attention import backends
-from shardwise.kernels.attention.backends import Case, choose, forced
+from shardwise.kernels.attention.backends import Request, choose, forced
 from shardwise.kernels.attention.interface import FlashAttention, attention
+from shardwise.kernels.attention.mask import Mask
 from shardwise.kernels.attention.ops import attention_op
-from shardwise.kernels.attention.reference import (
-    plain_attention,
-    plain_lse,
-    tiled_backward,
-    tiled_forward,
-)
+from shardwise.kernels.attention.reference import plain_attention, tiled_backward, tiled_forward
+from tests.attention_in_float64 import error, expect, gradient_of
 
 # bf16 is cut off, not rounded, by the interpreter.
 BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -160,41 +157,10 @@ def make_inputs(shape: Shape, seed: int) -> tuple[list[Tensor], tuple[Tensor, Te
     return tensors, (q_ids, k_ids)
 
 
-def expect(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
+def expected(shape: Shape, tensors: list[Tensor], ids: Any) -> list[Tensor]:
     """o, lse, dq, dk, dv in float64."""
-    *inputs, do = (x.double() for x in tensors)
-    for x in inputs:
-        x.requires_grad_()
-    options: dict[str, Any] = {
-        "causal": shape.causal,
-        "scale": shape.scale,
-        "window": shape.window,
-        "segment_ids": ids,
-    }
-    o, lse = plain_attention(*inputs, **options), plain_lse(*inputs[:2], **options)
-    loss = (o * do).sum()
-    if shape.dlse:
-        loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * gradient_of(lse)).sum()
-    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)]
-
-
-def gradient_of(lse: Tensor) -> Tensor:
-    """Any numbers of the size of do's, the same for equal shapes."""
-    places = torch.arange(lse.numel(), device=lse.device).reshape(lse.shape)
-    return places.double().sin().to(lse.dtype)
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    """Relative to the norm; where zero is wanted, the root mean square. NaN stays NaN.
-
-    An infinity must be the same one on both sides.
-    """
-    infinite = wanted.isinf()
-    if not torch.equal(got.double()[infinite], wanted[infinite]):
-        return math.inf
-    got, wanted = got.masked_fill(infinite, 0.0), wanted.masked_fill(infinite, 0.0)
-    size = wanted.norm().item()
-    return (got.double() - wanted).norm().item() / (size if size > 1e-9 else wanted.numel() ** 0.5)
+    mask = {"causal": shape.causal, "scale": shape.scale, "window": shape.window}
+    return expect(tensors, shape.dlse, **mask, segment_ids=ids)
 
 
 def interpret(shape: Shape, seed: int) -> list[float]:
@@ -213,7 +179,7 @@ def interpret(shape: Shape, seed: int) -> list[float]:
     if shape.stash:
         room = 2 * shape.N * shape.stash * shape.H  # all heads of one batch element at a time
         stash = Stash(Tiles(16, 16), bytes=room, chunk=shape.stash, min_heads=1)
-    wanted = expect(shape, [q, k, v, do], ids)
+    wanted = expected(shape, [q, k, v, do], ids)
     if shape.layout == "flat":
         q, k, v, do = (x.squeeze(1) for x in (q, k, v, do))
     backward = Backward(tiles, tiles, stash, shape.joined)
@@ -237,7 +203,7 @@ def interpret_public(compiled: bool) -> list[float]:
         return errors_with_lse(shape, [q, k, v, do], None, backend="triton")
     o = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)
     got = [o, *torch.autograd.grad(o, (q, k, v), do)]
-    wanted = without_lse(expect(shape, [q, k, v, do], None))
+    wanted = without_lse(expected(shape, [q, k, v, do], None))
     return [error(a, b) for a, b in zip(got, wanted, strict=True)]
 
 
@@ -251,7 +217,7 @@ def errors_with_lse(shape: Shape, tensors: list[Tensor], ids: Any, backend: str)
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     outputs, grads = ((o, lse), (do, gradient_of(lse))) if shape.dlse else ((o,), (do,))
     got = [o, lse, *torch.autograd.grad(outputs, inputs, grads)]
-    wanted = expect(shape, tensors, ids)
+    wanted = expected(shape, tensors, ids)
     return [error(a.detach(), b) for a, b in zip(got, wanted, strict=True)]
 
 
@@ -291,20 +257,12 @@ def test_public_call_matches_float64(interpreter: ProcessPoolExecutor, compiled:
 def test_reference_matches_float64(name: str) -> None:
     shape = CASES[name]
     (q, k, v, do), ids = make_inputs(shape, 1)
-    q_ids, k_ids = ids or (None, None)
     scale = shape.scale if shape.scale is not None else 1 / math.sqrt(shape.D)
-    options: dict[str, Any] = {
-        "causal": shape.causal,
-        "scale": scale,
-        "window": shape.window,
-        "q_ids": q_ids,
-        "k_ids": k_ids,
-        "block": 16,
-    }
-    o, lse = tiled_forward(q, k, v, **options)
+    mask = Mask(shape.causal, scale, shape.window, *(ids or (None, None)))
+    o, lse = tiled_forward(q, k, v, mask, block=16)
     dlse = gradient_of(lse) if shape.dlse else None
-    got = [o, lse, *tiled_backward(q, k, v, o, lse, do, dlse, **options)]
-    wanted = expect(shape, [q, k, v, do], ids)
+    got = [o, lse, *tiled_backward(q, k, v, o, lse, do, dlse, mask, block=16)]
+    wanted = expected(shape, [q, k, v, do], ids)
     assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) <= BOUNDS[torch.float32]
 
 
@@ -319,7 +277,7 @@ def test_other_backends_match_float64(backend: str, name: str) -> None:
         q, k, v, causal=shape.causal, window=shape.window, segment_ids=ids, backend=backend
     )
     got = [o, *torch.autograd.grad(o, (q, k, v), do)]
-    wanted = without_lse(expect(shape, [q, k, v, do], ids))
+    wanted = without_lse(expected(shape, [q, k, v, do], ids))
     assert max(error(a, b) for a, b in zip(got, wanted, strict=True)) <= BOUNDS[torch.float32]
     if backend == "reference":
         for dlse in (False, True):
@@ -417,7 +375,7 @@ def test_bad_input_gets_a_clear_error(name: str) -> None:
     assert words in str(caught.value)
 
 
-def case(**changes: Any) -> Case:
+def request(**changes: Any) -> Request:
     facts: dict[str, Any] = {
         "device": torch.device("cuda"),
         "dtype": torch.bfloat16,
@@ -426,44 +384,43 @@ def case(**changes: Any) -> Case:
         "keys": 4096,
         "causal": True,
         "masked": False,
-        "precision": "fp32",
     }
-    return Case(**facts | changes)
+    return Request(**facts | changes)
 
 
 def test_dispatch_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "HAS_TRITON", True)
-    row = backends.Row(bits=16, min_width=64, min_keys=1024, order=("cudnn", "flash"))
+    row = backends.Preference(bits=16, min_width=64, min_keys=1024, order=("cudnn", "flash"))
     monkeypatch.setattr(backends, "TABLES", {(9, 0): (row,)})
-    monkeypatch.setattr(backends, "_capability", lambda device: (8, 0))
-    assert choose(case()) == "flash"  # a GPU that nobody has measured
-    monkeypatch.setattr(backends, "_capability", lambda device: (9, 0))
-    assert choose(case()) == "cudnn"
-    assert choose(case(width=200)) == "flash"  # too wide for cudnn
-    assert choose(case(keys=512, queries=512)) == "flash"  # no row
-    assert choose(case(masked=True)) == "triton"
-    assert choose(case(lse=True)) == "triton"
-    assert choose(case(lse=True, width=512)) == "reference"
-    assert choose(case(lse=True, device=torch.device("cpu"))) == "reference"
-    assert choose(case(keys=8192)) == "triton"  # unequal lengths under a causal mask
-    assert choose(case(dtype=torch.float64, width=512, masked=True)) == "math"
-    assert choose(case(device=torch.device("cpu"))) == "sdpa"
-    assert choose(case(device=torch.device("cpu"), masked=True)) == "math"
+    monkeypatch.setattr(backends, "capability", lambda device: (8, 0))
+    assert choose(request()) == "flash"  # a GPU that nobody has measured
+    monkeypatch.setattr(backends, "capability", lambda device: (9, 0))
+    assert choose(request()) == "cudnn"
+    assert choose(request(width=200)) == "flash"  # too wide for cudnn
+    assert choose(request(keys=512, queries=512)) == "flash"  # no row
+    assert choose(request(masked=True)) == "triton"
+    assert choose(request(lse=True)) == "triton"
+    assert choose(request(lse=True, width=512)) == "reference"
+    assert choose(request(lse=True, device=torch.device("cpu"))) == "reference"
+    assert choose(request(keys=8192)) == "triton"  # unequal lengths under a causal mask
+    assert choose(request(dtype=torch.float64, width=512, masked=True)) == "math"
+    assert choose(request(device=torch.device("cpu"))) == "sdpa"
+    assert choose(request(device=torch.device("cpu"), masked=True)) == "math"
     torch.use_deterministic_algorithms(True)
     try:
-        assert choose(case()) == "triton"
+        assert choose(request()) == "triton"
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(backends, "HAS_TRITON", False)
-    assert choose(case(masked=True)) == "math"
+    assert choose(request(masked=True)) == "math"
     with pytest.raises(ValueError, match="Triton is not installed"):
-        choose(case(), "triton")
+        choose(request(), "triton")
 
 
 def test_forcing_a_backend_ends_with_the_block() -> None:
     with forced("math"):
-        assert choose(case()) == "math"
-        assert choose(case(), "flash") == "flash"  # the caller's own word counts more
+        assert choose(request()) == "math"
+        assert choose(request(), "flash") == "flash"  # the caller's own word counts more
     assert backends._forced is None
     with pytest.raises(ValueError, match="windows and segments"), forced("flash"):
         attention(GOOD, GOOD, GOOD, causal=True, window=3)

@@ -113,7 +113,9 @@ def _stand_in(optimizer: torch.optim.Optimizer, known: LocalStep) -> torch.optim
     return made
 
 
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep] = weakref.WeakKeyDictionary()
+# Where an optimizer has its LocalStep: on itself, so that both go in one collection. (torch pickles
+# and copies nothing of an optimizer but its defaults, state and groups.)
+_KEY = "_shardwise_local_step"
 _installed = False
 
 
@@ -157,7 +159,7 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Errors that a step would hide; then torch's `step` gets a stand-in for the optimizer."""
-    known = _steps.setdefault(optimizer, LocalStep())
+    known: LocalStep = optimizer.__dict__.setdefault(_KEY, LocalStep())
     engines = known.find_engines(optimizer)
     for engine in engines:
         engine.check_interrupted()

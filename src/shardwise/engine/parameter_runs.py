@@ -21,7 +21,7 @@ from shardwise.engine.checks import (
 )
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.placements import MeshPlacement
-from shardwise.engine.torch_private import local_of
+from shardwise.engine.torch_private import is_wrapper, local_of
 
 StateOfOne = dict[str, Any]
 StateByParameter = dict[torch.Tensor, StateOfOne]
@@ -314,6 +314,10 @@ def _find_runs(gradients: Gradients, wanted: dict[int, torch.Tensor]) -> list[tu
             end = None
             continue
         local = local_of(parameter)
+        if is_wrapper(local):  # of a class of its own: nothing lies beside it
+            runs.append((i, 1))
+            end = None
+            continue
         memory, start = local.untyped_storage().data_ptr(), local.storage_offset()
         whole_vectors = local.numel() % _VECTOR == 0 and rows.part % _VECTOR == 0
         joins = whole_vectors or local.device.type != "cpu"

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class Pointer:
     """An argument: the call's tensor number `index`, or None where there is none."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
 
-class Address:
-    """All that a prepared launch asks of a tensor."""
+class BareAddress:
+    """All that a prepared launch asks of a tensor. No dataclass: a frozen one is slower to make."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -32,7 +33,7 @@ class Address:
         return self.address
 
 
-class Tile:
+class Descriptor:
     """An argument: a descriptor of tensor number `index`, made like `template`."""
 
     def __init__(self, index: int, template: Any) -> None:
@@ -40,10 +41,11 @@ class Tile:
         self.kind = type(template)
         self.fields = {**vars(template), "base": None}  # a plan must not keep a tensor alive
 
-    def of(self, base: Tensor | Address | None) -> Any:
+    def of(self, base: Tensor | int | None) -> Any:
+        """The descriptor of a tensor, or of what lies at an address."""
         made = object.__new__(self.kind)  # without the checks, which the template has passed
         made.__dict__.update(self.fields)
-        made.base = base
+        made.base = BareAddress(base) if isinstance(base, int) else base
         return made
 
 
@@ -57,28 +59,25 @@ class Launch:
         names = list(inspect.signature(kernel.fn).parameters)[len(arguments) :]
         self.arguments = [*arguments, *(constants.pop(name) for name in names)]
         self.pointers = [(i, a.index) for i, a in enumerate(arguments) if isinstance(a, Pointer)]
-        self.tiles = [(i, a) for i, a in enumerate(arguments) if isinstance(a, Tile)]
+        self.descriptors = [(i, a) for i, a in enumerate(arguments) if isinstance(a, Descriptor)]
         self.run: Callable[..., None] | None = None  # once compiled
 
     def first(self, tensors: Sequence[Tensor | None]) -> None:
         """Compile and launch. The interpreter compiles nothing, and always comes this way."""
-        arguments = self.arguments.copy()
-        for place, index in self.pointers:
-            arguments[place] = tensors[index]
-        for place, tile in self.tiles:
-            arguments[place] = tile.of(tensors[tile.index])
-        compiled = self.kernel[self.grid](*arguments, **self.constants)
+        compiled = self.kernel[self.grid](*self._arguments_of(tensors), **self.constants)
         if compiled is not None:
             self.run = compiled[(*self.grid, 1, 1)[:3]]
 
     def again(self, addresses: Sequence[int | None], stream: int) -> None:
         """Launch what was compiled."""
-        arguments = self.arguments.copy()
-        for place, index in self.pointers:
-            arguments[place] = addresses[index]
-        for place, tile in self.tiles:
-            address = addresses[tile.index]
-            assert address is not None
-            arguments[place] = tile.of(Address(address))
         assert self.run is not None
-        self.run(*arguments, stream=stream)
+        self.run(*self._arguments_of(addresses), stream=stream)
+
+    def _arguments_of(self, tensors: Sequence[Tensor | int | None]) -> list[Any]:
+        """The arguments for these tensors, or for their addresses."""
+        arguments = self.arguments.copy()
+        for position, index in self.pointers:
+            arguments[position] = tensors[index]
+        for position, descriptor in self.descriptors:
+            arguments[position] = descriptor.of(tensors[descriptor.index])
+        return arguments

@@ -1,7 +1,7 @@
 """torch's private names that tracing needs: what for, and what tracing would lack without them.
 
 What the engine and the rooms above it need stands in `engine/torch_private.py`, which this room
-may not import. All of these are in torch 2.11 and 2.13.
+lies below. `tests/unit/test_torch_private.py` lists both, and tells whether a torch has them.
 """
 
 from __future__ import annotations

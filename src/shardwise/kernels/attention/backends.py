@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.kernels.attention.reference import visible_pairs
+from shardwise.kernels.attention.mask import Mask, visible_pairs
 
 BACKENDS = ("triton", "flash", "cudnn", "efficient", "math", "sdpa", "reference")
 MAX_WIDTH = 256
@@ -40,8 +41,8 @@ _forced: str | None = None
 
 
 @dataclass(frozen=True)
-class Row:
-    """From which shapes on which backends are fastest, best first. The first fitting row counts."""
+class Preference:
+    """From which shapes on which backends are fastest, best first. The first that fits counts."""
 
     bits: int
     min_width: int
@@ -52,22 +53,22 @@ class Row:
 # Measured on an H200 (torch 2.11, causal, forward + backward, 1 and 16 heads): benchmarks/results,
 # attention-h200.json, and attention-step-h200.json for width 64 at 1,024 to 16,384 keys. Bounds lie
 # between two lengths measured.
-HOPPER = (
-    Row(bits=16, min_width=65, min_keys=24576, order=("cudnn", "triton", "flash")),
-    Row(bits=16, min_width=65, min_keys=2048, order=("triton", "cudnn", "flash")),
-    Row(bits=16, min_width=33, min_keys=2048, order=("cudnn", "triton", "flash")),
-    Row(bits=16, min_width=1, min_keys=2048, order=("triton", "cudnn", "flash")),
-    Row(bits=16, min_width=33, min_keys=1024, order=("triton", "cudnn", "flash")),
-    Row(bits=16, min_width=1, min_keys=0, order=("flash", "cudnn", "triton")),
-    Row(bits=32, min_width=1, min_keys=512, order=("triton", "efficient")),
-    Row(bits=32, min_width=1, min_keys=0, order=("efficient", "triton")),
+HOPPER: tuple[Preference, ...] = (
+    Preference(bits=16, min_width=65, min_keys=24576, order=("cudnn", "triton", "flash")),
+    Preference(bits=16, min_width=65, min_keys=2048, order=("triton", "cudnn", "flash")),
+    Preference(bits=16, min_width=33, min_keys=2048, order=("cudnn", "triton", "flash")),
+    Preference(bits=16, min_width=1, min_keys=2048, order=("triton", "cudnn", "flash")),
+    Preference(bits=16, min_width=33, min_keys=1024, order=("triton", "cudnn", "flash")),
+    Preference(bits=16, min_width=1, min_keys=0, order=("flash", "cudnn", "triton")),
+    Preference(bits=32, min_width=1, min_keys=512, order=("triton", "efficient")),
+    Preference(bits=32, min_width=1, min_keys=0, order=("efficient", "triton")),
 )
 TABLES = {(9, 0): HOPPER}  # by compute capability
 UNMEASURED = ("flash", "efficient", "triton", "math")
 
 
 @dataclass(frozen=True)
-class Case:
+class Request:
     """What the choice depends on."""
 
     device: torch.device
@@ -77,24 +78,12 @@ class Case:
     keys: int
     causal: bool
     masked: bool  # a window or segments
-    precision: str
     lse: bool = False  # wanted, not only o
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        causal: bool,
-        window: bool,
-        segments: bool,
-        precision: str,
-        lse: bool = False,
-    ) -> Case:
-        return cls(
-            q.device, q.dtype, q.shape[-1], q.shape[-2], k.shape[-2], causal, window or segments,
-            precision, lse,
-        )  # fmt: skip
+    def of(cls, q: Tensor, k: Tensor, causal: bool, masked: bool, lse: bool = False) -> Request:
+        sizes = (q.shape[-1], q.shape[-2], k.shape[-2])
+        return cls(q.device, q.dtype, *sizes, causal, masked, lse)
 
 
 @contextmanager
@@ -109,27 +98,27 @@ def forced(backend: str) -> Iterator[None]:
         _forced = before
 
 
-def choose(case: Case, backend: str | None = None) -> str:
-    """The forced backend, or else the first of the table that can serve.
+def choose(request: Request, backend: str | None = None) -> str:
+    """The forced backend, or else the first in order of speed that can serve.
 
     Raises ValueError with the reason if a forced one cannot.
     """
     backend = backend or _forced
     if backend is not None:
         _check_name(backend)
-        reason = _refusal(backend, case)
+        reason = _refusal(backend, request)
         if reason is not None:
             raise ValueError(f"the attention backend {backend!r} cannot serve: {reason}")
         return backend
-    if case.lse:  # torch's backends keep it to themselves
-        return "reference" if _refusal("triton", case) else "triton"
-    if case.device.type != "cuda":
-        return "math" if case.masked else "sdpa"
+    if request.lse:  # torch's backends keep it to themselves
+        return "reference" if _refusal("triton", request) else "triton"
+    if request.device.type != "cuda":
+        return "math" if request.masked else "sdpa"
     # Of torch's backends these may sum gradients in an order that changes from run to run.
     deterministic = torch.are_deterministic_algorithms_enabled()
     unsteady = ("flash", "cudnn", "efficient") if deterministic else ()
-    for name in _ranking(case):
-        if name not in unsteady and _refusal(name, case) is None:
+    for name in _ranking(request):
+        if name not in unsteady and _refusal(name, request) is None:
             return name
     return "math"
 
@@ -145,86 +134,78 @@ def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def run_torch(
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    ids: tuple[Tensor, Tensor] | None,
-) -> Tensor:
+def run_torch(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """One of torch's own, on (batch, heads, seq, dim)."""
-    mask = None
-    if window is not None or ids is not None:
+    seen = None
+    if mask.window is not None or mask.q_ids is not None:
         m = torch.arange(q.shape[2], device=q.device)
         n = torch.arange(k.shape[2], device=q.device)
-        mask = visible_pairs(m, n, causal, window, *(ids or (None, None)))
-        mask = mask.squeeze(1) if mask.dim() == 5 else mask
-        causal = False
+        seen = visible_pairs(m, n, mask)
+        seen = seen.squeeze(1) if seen.dim() == 5 else seen
     grouped = q.shape[1] != k.shape[1]
     if grouped and backend in ("cudnn", "efficient"):  # they want a key head per query head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
+    options: dict[str, Any] = {
+        "attn_mask": seen,
+        "is_causal": mask.causal and seen is None,
+        "scale": mask.scale,
+        "enable_gqa": grouped,
+    }
     if backend == "sdpa":
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+        return functional.scaled_dot_product_attention(q, k, v, **options)
     with sdpa_kernel(SDPA[backend]):
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+        return functional.scaled_dot_product_attention(q, k, v, **options)
 
 
-def _ranking(case: Case) -> tuple[str, ...]:
-    for row in _rows(case.device):
+def _ranking(request: Request) -> tuple[str, ...]:
+    """All that may serve, fastest first, by the table of this GPU."""
+    table = HOPPER  # a trace cannot ask for the GPU; a wrong guess costs time only
+    if not torch.compiler.is_compiling():
+        table = TABLES.get(capability(request.device), ())
+    for preference in table:
         if (
-            row.bits == 8 * case.dtype.itemsize
-            and row.min_width <= case.width
-            and row.min_keys <= case.keys
+            preference.bits == 8 * request.dtype.itemsize
+            and preference.min_width <= request.width
+            and preference.min_keys <= request.keys
         ):
-            return (*row.order, *UNMEASURED)
+            return (*preference.order, *UNMEASURED)
     return UNMEASURED
 
 
-def _rows(device: torch.device) -> tuple[Row, ...]:
-    """The table of this GPU."""
-    if torch.compiler.is_compiling():
-        return HOPPER  # a trace cannot ask for the GPU; a wrong guess costs time only
-    return TABLES.get(_capability(device), ())
-
-
 @lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """(9, 0) for Hopper; (0, 0) off CUDA, where kernels are interpreted or only compiled."""
+    if device.type != "cuda":
+        return 0, 0
     return torch.cuda.get_device_capability(device)
 
 
-def _refusal(backend: str, case: Case) -> str | None:
-    """Why this backend cannot serve the case; None if it can."""
+def _refusal(backend: str, request: Request) -> str | None:
+    """Why this backend cannot serve; None if it can."""
     if backend == "reference":
         return None
     if backend == "triton":
-        if case.width > MAX_WIDTH:
-            return f"it takes head widths up to {MAX_WIDTH}, got {case.width}"
-        return triton_refusal(case.device, case.dtype)
-    if case.lse:
+        if request.width > MAX_WIDTH:
+            return f"it takes head widths up to {MAX_WIDTH}, got {request.width}"
+        return triton_refusal(request.device, request.dtype)
+    if request.lse:
         return "it does not return the log-sum-exp; triton and reference do"
     if backend == "math":
         return None
-    if case.masked:
+    if request.masked:
         return "windows and segments need triton, math or reference"
     if backend == "sdpa":
         return None
-    if case.device.type != "cuda":
-        return f"it needs CUDA tensors, got {case.device}"
-    if case.causal and case.queries != case.keys:
-        return f"its causal mask needs equal lengths, got {case.queries} and {case.keys}"
-    if backend in ("flash", "cudnn") and case.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bf16 and fp16, got {case.dtype}"
+    if request.device.type != "cuda":
+        return f"it needs CUDA tensors, got {request.device}"
+    if request.causal and request.queries != request.keys:
+        return f"its causal mask needs equal lengths, got {request.queries} and {request.keys}"
+    if backend in ("flash", "cudnn") and request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bf16 and fp16, got {request.dtype}"
     widest = 128 if backend == "cudnn" else MAX_WIDTH
-    if backend in ("flash", "cudnn") and (case.width > widest or case.width % 8):
-        return f"it takes head widths up to {widest} in multiples of 8, got {case.width}"
+    if backend in ("flash", "cudnn") and (request.width > widest or request.width % 8):
+        return f"it takes head widths up to {widest} in multiples of 8, got {request.width}"
     return None
 
 

@@ -3,9 +3,9 @@
 
 With p = exp2(s - lse) and dp = do v^T, the gradient of the scores is ds = p * (dp - delta), where
 `delta` is the row sum of o * do; then dv = p^T do, dk = ds^T q and dq = ds k. `lse` is in base 2
-here: `attention_prepare` has turned it, once per row. Of a query that sees no key it is -inf and p
-is +inf, until the mask, which covers all of such a row, makes it zero. There are two ways to
-arrange the products, neither with atomics, so each gives the same bits every time:
+here: a kernel of `prepare` has converted it, once per row. The lse of a query that sees no key is
+-inf, which makes its p +inf; but its whole row is masked, and the mask sets p to zero. There are
+two ways to arrange the products, neither with atomics, so each gives the same bits every time:
 
 recompute  `dkdv_kernel` gives one program a block of keys and walks the queries, `dq_kernel` one
            program a block of queries and walks the keys. Both make s and dp: seven products where
@@ -112,9 +112,10 @@ def _dkdv(
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     sums = ((place % heads).to(tl.int64) * N + n[:, None]) * BLOCK_D + d[None, :]
     if STASH:
-        kept = tl.where(chunk_lo > lo, N, 0)  # nothing yet if this chunk is the block's first
-        dk_ND = tl.load(dk_sum + sums, mask=n[:, None] < kept, other=0.0)
-        dv_ND = tl.load(dv_sum + sums, mask=n[:, None] < kept, other=0.0)
+        # There are no sums yet if this chunk is the block's first.
+        keys_with_sums = tl.where(chunk_lo > lo, N, 0)
+        dk_ND = tl.load(dk_sum + sums, mask=n[:, None] < keys_with_sums, other=0.0)
+        dv_ND = tl.load(dv_sum + sums, mask=n[:, None] < keys_with_sums, other=0.0)
         lo = tl.maximum(lo, chunk_lo)
         hi = tl.minimum(hi, chunk_hi)
         full_lo = tl.minimum(tl.maximum(full_lo, chunk_lo), tl.maximum(hi, lo))
@@ -174,7 +175,7 @@ def _dkdv(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def dkdv_kernel(
-    q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last, stash, dk_sum, dv_sum,
+    q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last, ds, dk_sum, dv_sum,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
     scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -188,8 +189,8 @@ def dkdv_kernel(
     `dk_sum` and `dv_sum` until the last chunk, which writes dk and dv.
     """
     _dkdv(
-        tl.program_id(0), q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, first, last,
-        stash, dk_sum, dv_sum,
+        tl.program_id(0), q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+        ds, dk_sum, dv_sum,
         q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
         scale, scale_log2, head_lo, heads, H, M, N, D, window, chunk_lo, chunk_hi,
         GROUP, CAUSAL, WINDOW, SEGMENTS, True, True, STASH, EVEN_M, EVEN_N, EVEN_D,
@@ -289,7 +290,7 @@ def _dq(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def dq_kernel(
-    q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+    q, k, v, do, lse_log2, delta, dq, q_ids, k_ids, q_first, q_last,
     q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
     scale, scale_log2, heads, H, M, N, D, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -298,7 +299,7 @@ def dq_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     _dq(
-        tl.program_id(0), q, k, v, do, lse, delta, dq, q_ids, k_ids, first, last,
+        tl.program_id(0), q, k, v, do, lse_log2, delta, dq, q_ids, k_ids, q_first, q_last,
         q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
         scale, scale_log2, heads, H, M, N, D, window,
         GROUP, CAUSAL, WINDOW, SEGMENTS, EVEN_N, EVEN_D,
@@ -308,8 +309,8 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def joined_kernel(
-    q, k, v, do, lse, delta, dk, dv, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_for_dq,
-    delta_for_dq, dq, q_ids, k_ids, q_first, q_last, k_first, k_last,
+    q, k, v, do, lse_log2, delta, dk, dv, q_for_dq, k_for_dq, v_for_dq, do_for_dq,
+    lse_log2_for_dq, delta_for_dq, dq, q_ids, k_ids, q_first, q_last, k_first, k_last,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, dq_strides, line_stride,
     scale, scale_log2, heads, H, M, N, D, window,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -320,17 +321,17 @@ def joined_kernel(
 ):  # fmt: skip
     """All in one launch, whose programs take turns: dq | dk and dv, or with 3 ROLES dq | dk | dv.
 
-    Of few blocks neither kernel alone fills the GPU, and its longest block ends long after the
-    others. Here the long ones of all start together. Three roles make eight products, but each
-    holds one sum: of two in fp32 a program's registers spill. The sources of dq differ from the
-    others' only with TMA, whose descriptors know the size of a tile.
+    With few blocks neither kernel alone fills the GPU, and its longest block ends long after the
+    others. Here the long blocks of both start together. Three roles make eight products, but each
+    holds one sum: two sums in fp32 would spill a program's registers. The arguments `*_for_dq` are
+    the same tensors once more: with TMA a descriptor knows the size of a tile, and dq's differ.
     """
     role = tl.program_id(0) % ROLES
     place = tl.program_id(0) // ROLES
     if role == 0:
         if place < tl.cdiv(M, BLOCK_M_DQ) * heads:
             _dq(
-                place, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_for_dq, delta_for_dq, dq,
+                place, q_for_dq, k_for_dq, v_for_dq, do_for_dq, lse_log2_for_dq, delta_for_dq, dq,
                 q_ids, k_ids, q_first, q_last,
                 q_strides, k_strides, v_strides, do_strides, dq_strides, line_stride,
                 scale, scale_log2, heads, H, M, N, D, window,
@@ -340,7 +341,7 @@ def joined_kernel(
     elif place < tl.cdiv(N, BLOCK_N) * (heads // GROUP):
         if role == 1:
             _dkdv(
-                place, q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+                place, q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last,
                 None, None, None,
                 q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
                 scale, scale_log2, 0, heads // GROUP, H, M, N, D, window, 0, M,
@@ -349,7 +350,7 @@ def joined_kernel(
             )  # fmt: skip
         elif ROLES == 3:
             _dkdv(
-                place, q, k, v, do, lse, delta, dk, dv, q_ids, k_ids, k_first, k_last,
+                place, q, k, v, do, lse_log2, delta, dk, dv, q_ids, k_ids, k_first, k_last,
                 None, None, None,
                 q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, line_stride,
                 scale, scale_log2, 0, heads // GROUP, H, M, N, D, window, 0, M,
@@ -360,7 +361,7 @@ def joined_kernel(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def dq_from_stash_kernel(
-    stash, k, dq, scale, head_lo, heads, H, N, chunk_lo,
+    ds, k, dq, scale, head_lo, heads, H, N, chunk_lo,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -380,7 +381,7 @@ def dq_from_stash_kernel(
         hi = tl.minimum(N, m0 + BLOCK_M)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n0 in tl.range(0, hi, BLOCK_N):
-        ds_NM = stash.load([place % heads, n0, column]).reshape([BLOCK_N, BLOCK_M])
+        ds_NM = ds.load([place % heads, n0, column]).reshape([BLOCK_N, BLOCK_M])
         k_ND = k.load([b, h // GROUP, n0, 0]).reshape([BLOCK_N, BLOCK_D])
         dq_MD = product(ds_NM.T, k_ND, dq_MD, "tf32")
     dq_MD = (dq_MD * scale).to(k.dtype)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """dk and dv for Hopper, in Gluon: `dkdv_kernel` with its warps told apart.
 
-As in `attention_forward_hopper`, a producer warp feeds two consumers, here of 64 keys each. Per
+As in `forward_hopper`, a producer warp feeds two consumers, here of 64 keys each. Per
 tile of queries a consumer issues four products, and does its arithmetic while others run:
 
     s = k q^T   dp = v do^T      | p = exp2(s - lse)        while dp runs
@@ -139,7 +139,7 @@ def _walk_queries(
 @gluon.jit
 def _consume(
     dk, dv, stash, dk_sum, dv_sum, k_smem, v_smem, ds_smem, tiles, lines, kv_full, bars,
-    b, g, n0, place, kept, scale, scale_log2, M, N, lo, full_lo, hi, chunk_lo, chunk_hi,
+    b, g, n0, place, keys_with_sums, scale, scale_log2, M, N, lo, full_lo, hi, chunk_lo, chunk_hi,
     half: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, STASH: gl.constexpr,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -152,8 +152,8 @@ def _consume(
     dk_ND = gl.zeros([HALF, D], gl.float32, d_layout)
     dv_ND = gl.zeros([HALF, D], gl.float32, d_layout)
     if STASH:
-        dk_ND = gl.load(dk_sum + sums, mask=(n < kept)[:, None], other=0.0)
-        dv_ND = gl.load(dv_sum + sums, mask=(n < kept)[:, None], other=0.0)
+        dk_ND = gl.load(dk_sum + sums, mask=(n < keys_with_sums)[:, None], other=0.0)
+        dv_ND = gl.load(dv_sum + sums, mask=(n < keys_with_sums)[:, None], other=0.0)
     k_ND = k_smem.index(half)
     v_ND = v_smem.index(half)
     mbarrier.wait(kv_full, 0)
@@ -211,9 +211,9 @@ def dkdv_hopper_kernel(
     lo = chunk_lo
     hi = gl.minimum(chunk_hi, M)
     full_lo = chunk_lo
-    kept = gl.where(chunk_lo > 0, N, 0)  # keys whose sums an earlier chunk has left
+    keys_with_sums = gl.where(chunk_lo > 0, N, 0)  # keys whose sums an earlier chunk has left
     if CAUSAL:
-        kept = gl.where(chunk_lo > n0, N, 0)
+        keys_with_sums = gl.where(chunk_lo > n0, N, 0)
         lo = gl.maximum(lo, n0)
         full_lo = gl.minimum(gl.maximum(full_lo, n0 + BLOCK_N), gl.maximum(hi, lo))
 
@@ -242,12 +242,12 @@ def dkdv_hopper_kernel(
         [
             (_consume, (
                 dk, dv, stash, dk_sum, dv_sum, k_smem, v_smem, ds_smem, tiles, lines, kv_full,
-                bars, b, g, n0, place, kept, scale, scale_log2, M, N, lo, full_lo, hi,
+                bars, b, g, n0, place, keys_with_sums, scale, scale_log2, M, N, lo, full_lo, hi,
                 chunk_lo, chunk_hi, 0, GROUP, CAUSAL, STASH, HALF, BLOCK_M, D, STAGES,
             )),
             (_consume, (
                 dk, dv, stash, dk_sum, dv_sum, k_smem, v_smem, ds_smem, tiles, lines, kv_full,
-                bars, b, g, n0, place, kept, scale, scale_log2, M, N, lo, full_lo, hi,
+                bars, b, g, n0, place, keys_with_sums, scale, scale_log2, M, N, lo, full_lo, hi,
                 chunk_lo, chunk_hi, 1, GROUP, CAUSAL, STASH, HALF, BLOCK_M, D, STAGES,
             )),
             (_produce, (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -39,142 +40,119 @@ class Backward:
     joined: int = 0  # without a stash, one launch: of 2 roles (dq | dk, dv) or 3 (dq | dk | dv)
 
 
-# Keys are block_d: the head width, rounded up to a power of two. Chosen on an H200 with Triton 3.6
-# from runs like benchmarks/attention_tune.py; rows of width 32 and 256 from the compiler's report
-# alone, and tf32 of widths below 128 in step with fp32.
-FORWARD_16BIT = {
-    16: Tiles(64, 64, 4, 3, tma=False),
-    32: Tiles(64, 64, 4, 3, tma=False),
-    64: Tiles(64, 128, 4, 2),
-    128: Tiles(128, 64, 8, 3, tma=False),
-    256: Tiles(128, 64, 8, 2),
-}
-BACKWARD_16BIT = {
-    16: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3, tma=False)),
-    32: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3, tma=False)),
-    64: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3)),
-    128: Backward(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    256: Backward(Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2)),
-}
+Chosen = TypeVar("Chosen", Tiles, Backward)
 
-# These replace rows of the tables above where the Gluon kernels can serve.
-FORWARD_HOPPER = {
-    64: Tiles(128, 128, num_stages=3, hopper=True),
-    128: Tiles(128, 128, num_stages=2, hopper=True),
-}
-BACKWARD_HOPPER = {
-    64: Backward(Tiles(64, 128, num_stages=3, hopper=True), Tiles(128, 64, 8, 3)),
-    128: Backward(
-        Tiles(64, 128, num_stages=2, hopper=True),
-        Tiles(64, 64, 4, 2),
-        Stash(Tiles(128, 64, 4, 4)),
-    ),
-}
-
-# And these, where the queries make few blocks: smaller tiles give more programs, and pointers are
-# passed faster than descriptors are made.
-FEW_FORWARD_16BIT = {
-    16: Tiles(64, 64, 4, 3, tma=False),
-    32: Tiles(64, 64, 4, 3, tma=False),
-    64: Tiles(64, 64, 4, 3, tma=False),
-    128: Tiles(64, 64, 4, 3, tma=False),
-    256: Tiles(64, 32, 4, 2, tma=False),
-}
-_SMALL_16BIT = Tiles(64, 64, 4, 2, tma=False)
-FEW_BACKWARD_16BIT = {
-    16: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
-    32: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
-    64: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
-    128: Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2),
-    256: Backward(Tiles(32, 64, 8, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
-}
-
-# fp32 on the tensor cores. An fp32 number is three bf16 numbers, and six products of those carry
+# The tables go by dtype ("16-bit", or the precision of fp32) and size ("many" blocks of queries,
+# "few", "fewest"; "hopper" replaces "many" where the Gluon kernels can serve), then by block_d: the
+# head width, rounded up to a power of two. Chosen on an H200 with Triton 3.6 from runs like
+# benchmarks/attention_tune.py; rows of width 32 and 256 from the compiler's report alone, and tf32
+# of widths below 128 in step with fp32.
+#
+# Few blocks take smaller tiles, which give more programs, and pointers, which are passed faster
+# than descriptors are made.
+#
+# fp32 on the tensor cores: an fp32 number is three bf16 numbers, and six products of those carry
 # its 24 bits; two parts and three products carry 16 bits, more than tf32's 10, in less time than
 # one tf32 product (whose factors may not be transposed). With `split` the parts are made once,
 # beforehand. Width 256 has no room for them: its kernels multiply tf32, and fp32 by Triton's
 # "bf16x6", which makes the parts in registers ("ieee" would use the ordinary units).
 FP32_PRECISION = "bf16x6"
-_SQUARE_PARTS = Tiles(64, 64, 4, 2, split=True)
-FORWARD_TF32 = {
-    16: Tiles(64, 64, 4, 2, tma=False, split=True),
-    32: Tiles(64, 64, 4, 2, tma=False, split=True),
-    64: Tiles(64, 64, 4, 2, tma=False, split=True),
-    128: Tiles(128, 64, 8, 2, tma=False, split=True),
-    256: Tiles(128, 32, 8, 1, tma=False),
-}
-BACKWARD_TF32 = {
-    16: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
-    32: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
-    64: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
-    128: Backward(Tiles(32, 128, 8, 2, split=True), Tiles(128, 32, 8, 2, split=True), joined=2),
-    256: Backward(Tiles(32, 64, 8, 1, tma=False), Tiles(64, 16, 4, 1, tma=False)),
-}
-FORWARD_FP32 = {
-    16: Tiles(64, 64, 4, 3, tma=False, split=True),
-    32: Tiles(64, 64, 4, 3, tma=False, split=True),
-    64: Tiles(64, 64, 4, 2, tma=False, split=True),
-    128: Tiles(128, 32, 8, 2, tma=False, split=True),
-    256: Tiles(32, 32, 8, 1),
-}
-BACKWARD_FP32 = {
-    16: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
-    32: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
-    64: Backward(Tiles(32, 64, 4, 2, split=True), Tiles(64, 32, 4, 2, split=True)),
-    128: Backward(Tiles(32, 64, 4, 2, split=True), Tiles(64, 32, 4, 2, split=True), joined=3),
-    256: Backward(Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
+Tables = dict[tuple[str, str], dict[int, Chosen]]
+SPLIT_WIDTHS = (16, 32, 64, 128)
+
+FORWARD: Tables[Tiles] = {
+    ("16-bit", "many"): {
+        16: Tiles(64, 64, 4, 3, tma=False),
+        32: Tiles(64, 64, 4, 3, tma=False),
+        64: Tiles(64, 128, 4, 2),
+        128: Tiles(128, 64, 8, 3, tma=False),
+        256: Tiles(128, 64, 8, 2),
+    },
+    ("16-bit", "hopper"): {
+        64: Tiles(128, 128, num_stages=3, hopper=True),
+        128: Tiles(128, 128, num_stages=2, hopper=True),
+    },
+    ("16-bit", "few"): {
+        **dict.fromkeys((16, 32, 64, 128), Tiles(64, 64, 4, 3, tma=False)),
+        256: Tiles(64, 32, 4, 2, tma=False),
+    },
+    ("tf32", "many"): {
+        **dict.fromkeys((16, 32, 64), Tiles(64, 64, 4, 2, tma=False, split=True)),
+        128: Tiles(128, 64, 8, 2, tma=False, split=True),
+        256: Tiles(128, 32, 8, 1, tma=False),
+    },
+    ("tf32", "few"): dict.fromkeys(SPLIT_WIDTHS, Tiles(64, 64, 4, 2, tma=False, split=True)),
+    ("fp32", "many"): {
+        16: Tiles(64, 64, 4, 3, tma=False, split=True),
+        32: Tiles(64, 64, 4, 3, tma=False, split=True),
+        64: Tiles(64, 64, 4, 2, tma=False, split=True),
+        128: Tiles(128, 32, 8, 2, tma=False, split=True),
+        256: Tiles(32, 32, 8, 1),
+    },
+    ("fp32", "few"): {128: Tiles(32, 64, 4, 2, tma=False, split=True)},
+    ("fp32", "fewest"): dict.fromkeys(SPLIT_WIDTHS, Tiles(16, 64, 4, 2, tma=False, split=True)),
 }
 
-# Again, where the queries make few blocks, or the fewest.
-FEW_FORWARD_TF32 = Tiles(64, 64, 4, 2, tma=False, split=True)
-FEW_BACKWARD_TF32 = Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=3)
-FEW_FORWARD_FP32 = Tiles(32, 64, 4, 2, tma=False, split=True)  # of width 128
-FEW_BACKWARD_FP32 = Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2)  # of width 64
-FEWEST_FORWARD_FP32 = Tiles(16, 64, 4, 2, tma=False, split=True)
+_SMALL_16BIT = Tiles(64, 64, 4, 2, tma=False)
+_SQUARE_PARTS = Tiles(64, 64, 4, 2, split=True)
 _SMALLEST_FP32 = Tiles(32, 32, 4, 2, tma=False, split=True)
-FEWEST_BACKWARD_FP32 = Backward(_SMALLEST_FP32, _SMALLEST_FP32, joined=3)
+BACKWARD: Tables[Backward] = {
+    ("16-bit", "many"): {
+        16: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3, tma=False)),
+        32: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3, tma=False)),
+        64: Backward(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3)),
+        128: Backward(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+        256: Backward(Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2)),
+    },
+    ("16-bit", "hopper"): {
+        64: Backward(Tiles(64, 128, num_stages=3, hopper=True), Tiles(128, 64, 8, 3)),
+        128: Backward(
+            Tiles(64, 128, num_stages=2, hopper=True),
+            Tiles(64, 64, 4, 2),
+            Stash(Tiles(128, 64, 4, 4)),
+        ),
+    },
+    ("16-bit", "few"): {
+        **dict.fromkeys((16, 32, 64, 128), Backward(_SMALL_16BIT, _SMALL_16BIT, joined=2)),
+        256: Backward(Tiles(32, 64, 8, 2, tma=False), Tiles(64, 32, 4, 2, tma=False)),
+    },
+    ("tf32", "many"): {
+        **dict.fromkeys((16, 32, 64), Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2)),
+        128: Backward(Tiles(32, 128, 8, 2, split=True), Tiles(128, 32, 8, 2, split=True), joined=2),
+        256: Backward(Tiles(32, 64, 8, 1, tma=False), Tiles(64, 16, 4, 1, tma=False)),
+    },
+    ("tf32", "few"): dict.fromkeys(SPLIT_WIDTHS, Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=3)),
+    ("fp32", "many"): {
+        16: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
+        32: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2),
+        64: Backward(Tiles(32, 64, 4, 2, split=True), Tiles(64, 32, 4, 2, split=True)),
+        128: Backward(Tiles(32, 64, 4, 2, split=True), Tiles(64, 32, 4, 2, split=True), joined=3),
+        256: Backward(Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
+    },
+    ("fp32", "few"): {64: Backward(_SQUARE_PARTS, _SQUARE_PARTS, joined=2)},
+    ("fp32", "fewest"): dict.fromkeys(
+        SPLIT_WIDTHS, Backward(_SMALLEST_FP32, _SMALLEST_FP32, joined=3)
+    ),
+}
 
 BLOCK = 128  # queries by which the size of a problem is counted
 FEW = 64  # at most so many blocks
 FEWEST = 16
-NARROW = 128  # the widest head that is split
 
 STASH_SHARE = 32  # the stash takes at most this part of the GPU's memory
-# Heads that run at the same time: enough to end together, few enough that some programs read the
-# same keys; more if all their keys and values fit the L2 cache.
+# Heads that run at the same time: enough for all programs to end together, few enough that some of
+# them read the same keys; more if all these heads' keys and values fit into the L2 cache.
 MIN_HEADS = 64
 HEADS_CACHE_BYTES = 32 << 20
 
 
-def forward_tiles(bits: int, precision: str, block_d: int, hopper: bool, blocks: int) -> Tiles:
-    """The row for a dtype of `bits` and `blocks` of queries; `hopper`: Gluon can serve."""
-    if bits == 16:
-        if blocks <= FEW:
-            return FEW_FORWARD_16BIT[block_d]
-        chosen = FORWARD_HOPPER.get(block_d) if hopper else None
-        return chosen or FORWARD_16BIT[block_d]
-    if precision == "tf32":
-        few = blocks <= FEW and block_d <= NARROW
-        return FEW_FORWARD_TF32 if few else FORWARD_TF32[block_d]
-    if blocks <= FEWEST and block_d <= NARROW:
-        return FEWEST_FORWARD_FP32
-    if blocks <= FEW and block_d == 128:
-        return FEW_FORWARD_FP32
-    return FORWARD_FP32[block_d]
-
-
-def backward_tiles(bits: int, precision: str, block_d: int, hopper: bool, blocks: int) -> Backward:
-    """As `forward_tiles`."""
-    if bits == 16:
-        if blocks <= FEW:
-            return FEW_BACKWARD_16BIT[block_d]
-        chosen = BACKWARD_HOPPER.get(block_d) if hopper else None
-        return chosen or BACKWARD_16BIT[block_d]
-    if precision == "tf32":
-        few = blocks <= FEW and block_d <= NARROW
-        return FEW_BACKWARD_TF32 if few else BACKWARD_TF32[block_d]
-    if blocks <= FEWEST and block_d <= NARROW:
-        return FEWEST_BACKWARD_FP32
-    if blocks <= FEW and block_d == 64:
-        return FEW_BACKWARD_FP32
-    return BACKWARD_FP32[block_d]
+def tiles_for(
+    tables: Tables[Chosen], dtype: str, block_d: int, hopper: bool, blocks: int
+) -> Chosen:
+    """The row for so many `blocks` of queries; `hopper`: Gluon can serve."""
+    sizes = {"fewest": blocks <= FEWEST, "few": blocks <= FEW, "hopper": hopper, "many": True}
+    for size, fits in sizes.items():
+        row = tables.get((dtype, size), {}).get(block_d) if fits else None
+        if row is not None:
+            return row
+    raise ValueError(f"no tiles for {dtype} heads of width {block_d}")

@@ -69,7 +69,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def forward_kernel(
-    q, k, v, o, lse, q_ids, k_ids, first, last,
+    q, k, v, o, lse, q_ids, k_ids, q_first, q_last,
     q_strides, k_strides, v_strides, o_strides,
     scale_log2, heads, H, M, N, D, window, section,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -104,7 +104,7 @@ def forward_kernel(
     if SEGMENTS:  # every tile counts as partial
         row = b.to(tl.int64) * M
         ids_M = tl.load(q_ids + row + m, mask=m < M, other=0)
-        lo, hi = segment_bounds(first, last, m, row, M, N, lo, hi, BLOCK_N)
+        lo, hi = segment_bounds(q_first, q_last, m, row, M, N, lo, hi, BLOCK_N)
         full_lo = hi
         k_ids += b.to(tl.int64) * N
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels.attention import backends
+from shardwise.kernels.attention.mask import Mask
 from shardwise.kernels.attention.ops import run_backward, run_forward
 
 PRECISIONS = ("fp32", "tf32")
@@ -100,22 +101,19 @@ def attention(
     precision = precision or default_precision(q.dtype)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: use one of {PRECISIONS}")
-    ids = split_ids(segment_ids, q, k)
+    q_ids, k_ids = split_ids(segment_ids, q, k)
     if 0 in q.shape or 0 in k.shape:
         o = q * 0  # no query, or no key to see; stays in the graph
         return (o, o.sum(-1, dtype=torch.float32) - math.inf) if return_lse else o
-    masked = (window is not None, ids is not None)
-    case = backends.Case.of(q, k, causal, *masked, precision, return_lse)
-    chosen = backends.choose(case, backend)
+    masked = window is not None or q_ids is not None
+    chosen = backends.choose(backends.Request.of(q, k, causal, masked, return_lse), backend)
+    mask = Mask(causal, scale, window, q_ids, k_ids)
     if chosen in ("triton", "reference"):
-        q_ids, k_ids = ids or (None, None)
-        return FlashAttention.apply(
-            q, k, v, causal, scale, window, q_ids, k_ids, precision, chosen == "triton", return_lse
-        )
+        return FlashAttention.apply(q, k, v, *mask, precision, chosen == "triton", return_lse)
     if q.dim() == 3:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        return backends.run_torch(chosen, q, k, v, causal, scale, window, ids).squeeze(1)
-    return backends.run_torch(chosen, q, k, v, causal, scale, window, ids)
+        return backends.run_torch(chosen, q, k, v, mask).squeeze(1)
+    return backends.run_torch(chosen, q, k, v, mask)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -189,10 +187,12 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def split_ids(segment_ids: SegmentIds | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+def split_ids(
+    segment_ids: SegmentIds | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Checked int32 ids of the queries and of the keys."""
     if segment_ids is None:
-        return None
+        return None, None
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     for ids, x, name in zip(pair, (q, k), ("queries", "keys"), strict=True):
         expected = (x.shape[0], x.shape[-2])

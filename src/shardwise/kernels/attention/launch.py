@@ -1,29 +1,29 @@
 # mypy: disable-error-code="import-not-found,import-untyped"
 """From tensors to kernel launches: results are allocated, the shapes' plan is found and run.
 
-A plan (`attention_plans`) is the list of launches that shapes, strides and mask ask for. It is made
-once per shape and kept. Importing this needs Triton.
+A plan (`plans`) is the list of launches that shapes, strides and mask ask for. It is made once per
+shape and kept. Importing this needs Triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels.attention.arguments import Mask
-from shardwise.kernels.attention.calls import Plan
+from shardwise.kernels.attention.arguments import ALIGNMENT
 from shardwise.kernels.attention.configs import Backward, Tiles
 from shardwise.kernels.attention.layout import contiguous_rows, new_lse
-from shardwise.kernels.attention.operands import ALIGNMENT, on_device, reach
-from shardwise.kernels.attention.plans import plan_backward, plan_forward
+from shardwise.kernels.attention.mask import Mask
+from shardwise.kernels.attention.plans import LaunchPlan, plan_backward, plan_forward
 
 __all__ = ["Mask", "backward", "forward"]
 
 MOST_PLANS = 512
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, LaunchPlan] = {}
 
 
 def forward(
@@ -64,14 +64,30 @@ def backward(
 
 def _ids(mask: Mask) -> tuple[Tensor | None, ...]:
     """Segment ids of queries and keys, and how far each reaches on the other side."""
-    if mask.q_ids is None:
+    q_ids, k_ids = mask.q_ids, mask.k_ids
+    if q_ids is None or k_ids is None:
         return (None,) * 6
-    assert mask.k_ids is not None
-    return mask.q_ids, mask.k_ids, *reach(mask.q_ids, mask.k_ids), *reach(mask.k_ids, mask.q_ids)
+    return q_ids, k_ids, *_reach(q_ids, k_ids), *_reach(k_ids, q_ids)
+
+
+def _reach(ids: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Per id, its first place in `other` and the place after its last; (length, 0) if absent.
+
+    A stable sort keeps equal ids in the order of their places, so the ends of a run of equal ids
+    are the first and last place, in whatever order the segments come.
+    """
+    length = other.shape[-1]
+    ordered, places = torch.sort(other, dim=-1, stable=True)
+    left = torch.searchsorted(ordered, ids)
+    right = torch.searchsorted(ordered, ids, right=True)
+    absent = left == right
+    first = places.gather(-1, left.clamp(max=length - 1)).masked_fill(absent, length)
+    last = places.gather(-1, (right - 1).clamp(min=0)).add(1).masked_fill(absent, 0)
+    return first.int(), last.int()
 
 
 def _run(
-    make: Callable[..., Plan],
+    make: Callable[..., LaunchPlan],
     tensors: tuple[Tensor | None, ...],
     inputs: int,
     mask: Mask,
@@ -89,9 +105,16 @@ def _run(
         addresses.count(None),  # ids are absent together, dlse alone
     )  # fmt: skip
     plan = _plans.get(key)
-    with on_device(q):
+    with _on_device(q):
         if plan is None:
             if len(_plans) >= MOST_PLANS:  # shapes that never come back
                 _plans.clear()
             plan = _plans[key] = make(tensors, mask, precision, tiles)
         plan.run(tensors, addresses)
+
+
+def _on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make it x's, at no cost if it is."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

@@ -15,28 +15,26 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.attention.layout import new_like, new_lse
+from shardwise.kernels.attention.mask import Mask
 from shardwise.kernels.attention.reference import tiled_backward, tiled_forward
 
-MASK = (
+OPTIONS = (
     "Tensor? q_ids, Tensor? k_ids, bool causal, float scale, int? window, str precision, "
     "bool triton"
 )
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {MASK}) -> (Tensor, Tensor)",
+    f"attention(Tensor q, Tensor k, Tensor v, {OPTIONS}) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, "
-    f"Tensor? dlse, {MASK}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? dlse, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _read(
     q_ids: Tensor | None,
     k_ids: Tensor | None,
     causal: bool,
@@ -44,17 +42,27 @@ def _forward(
     window: int | None,
     precision: str,
     triton: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Mask, str, ModuleType | None]:
+    """The `OPTIONS` of an op: the mask, the precision, and the kernels if they are to run."""
+    return Mask(causal, scale, window, q_ids, k_ids), precision, _launch() if triton else None
+
+
+@cache
+def _launch() -> ModuleType:
+    """Imported when a kernel is first wanted: it needs Triton."""
+    from shardwise.kernels.attention import launch
+
+    return launch
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """o and the log-sum-exp; inputs are (batch, heads, seq, dim) or (batch, seq, dim)."""
-    if triton:
-        launch = _launch()
-        return launch.forward(q, k, v, launch.Mask(causal, scale, window, q_ids, k_ids), precision)
-    o, lse = tiled_forward(
-        *_with_heads(q, k, v),
-        causal=causal, scale=scale, window=window, q_ids=q_ids, k_ids=k_ids,
-    )  # fmt: skip
-    o, lse = o.reshape(q.shape), lse.reshape(q.shape[:-1])
-    return new_like(q).copy_(o), new_lse(q).copy_(lse)
+    mask, precision, kernels = _read(*options)
+    if kernels is not None:
+        return kernels.forward(q, k, v, mask, precision)
+    q4, k4, v4 = _with_heads(q, k, v)
+    o, lse = tiled_forward(q4, k4, v4, mask)
+    return new_like(q).copy_(o.reshape(q.shape)), new_lse(q).copy_(lse.reshape(q.shape[:-1]))
 
 
 def _backward(
@@ -65,38 +73,21 @@ def _backward(
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    q_ids: Tensor | None,
-    k_ids: Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    precision: str,
-    triton: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv."""
-    if triton:
-        launch = _launch()
-        mask = launch.Mask(causal, scale, window, q_ids, k_ids)
-        return launch.backward(q, k, v, o, lse, do, dlse, mask, precision)
+    mask, precision, kernels = _read(*options)
+    if kernels is not None:
+        return kernels.backward(q, k, v, o, lse, do, dlse, mask, precision)
     if q.dim() == 3:
         lse, dlse = lse.unsqueeze(1), None if dlse is None else dlse.unsqueeze(1)
     q4, k4, v4, o4, do4 = _with_heads(q, k, v, o, do)
-    grads = tiled_backward(
-        q4, k4, v4, o4, lse, do4, dlse, causal=causal, scale=scale, window=window,
-        q_ids=q_ids, k_ids=k_ids,
-    )  # fmt: skip
-    dq, dk, dv = (
-        new_like(x).copy_(g.reshape(x.shape)) for x, g in zip((q, k, v), grads, strict=True)
+    dq, dk, dv = tiled_backward(q4, k4, v4, o4, lse, do4, dlse, mask)
+    return (
+        new_like(q).copy_(dq.reshape(q.shape)),
+        new_like(k).copy_(dk.reshape(k.shape)),
+        new_like(v).copy_(dv.reshape(v.shape)),
     )
-    return dq, dk, dv
-
-
-@cache
-def _launch() -> ModuleType:
-    """Imported when a kernel is first wanted: it needs Triton."""
-    from shardwise.kernels.attention import launch
-
-    return launch
 
 
 def _with_heads(*tensors: Tensor) -> list[Tensor]:
@@ -131,17 +122,17 @@ torch.library.register_autograd(
 
 
 def run_forward(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The op `attention`; where nothing looks on, what it runs, without the dispatcher."""
-    return (_forward if _alone(q) else attention_op)(q, *arguments)
+    """The op `attention`, or where it makes no difference what the op runs."""
+    return (_forward if _eager(q) else attention_op)(q, *arguments)
 
 
 def run_backward(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (_backward if _alone(q) else attention_backward_op)(q, *arguments)
+    return (_backward if _eager(q) else attention_backward_op)(q, *arguments)
 
 
-def _alone(q: Tensor) -> bool:
-    """A plain tensor, not being traced: going through the dispatcher would take longer than a
-    short attention, and nobody would see it."""
+def _eager(q: Tensor) -> bool:
+    """Whether q is a plain tensor and nothing traces: then the dispatcher, which takes longer than
+    a short attention, can be left out."""
     return type(q) is Tensor and not torch.compiler.is_compiling()
 
 

@@ -22,33 +22,12 @@ out; inside, the kernels work in base 2.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def visible_pairs(
-    m: Tensor,
-    n: Tensor,
-    causal: bool,
-    window: int | None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
-) -> Tensor:
-    """Whether query m sees key n, (M, N), or (B, 1, 1, M, N) with segment ids.
-
-    causal: n <= m, counted from the start of both (so with M != N the mask is aligned top-left).
-    window: fewer than `window` apart. Segments: equal ids.
-    """
-    m, n = m[:, None], n[None, :]
-    seen = torch.ones(torch.broadcast_shapes(m.shape, n.shape), dtype=torch.bool, device=m.device)
-    if causal:
-        seen = seen & (n <= m)
-    if window is not None:
-        seen = seen & (m - n < window) & (n - m < window)
-    if q_ids is not None and k_ids is not None:
-        seen = seen & (q_ids[:, None, None, :, None] == k_ids[:, None, None, None, :])
-    return seen
+from shardwise.kernels.attention.mask import Mask, visible_pairs
 
 
 def plain_attention(
@@ -67,31 +46,17 @@ def plain_attention(
     return (p @ v.unsqueeze(2)).flatten(1, 2)
 
 
-def plain_lse(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    window: int | None = None,
-    segment_ids: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """The log of the sum that `plain_attention` divides by, (batch, heads, queries)."""
-    s, seen = _scores(q, k, causal, scale, window, segment_ids)
+def plain_lse(q: Tensor, k: Tensor, **mask: Any) -> Tensor:
+    """The log of the sum that `plain_attention` divides by, (batch, heads, queries).
+
+    `mask` is what `plain_attention` takes.
+    """
+    s, seen = _scores(q, k, **mask)
     return torch.logsumexp(s, dim=-1).masked_fill(~seen.any(-1), -math.inf).flatten(1, 2)
 
 
 def tiled_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
-    block: int = 128,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, block: int = 128
 ) -> tuple[Tensor, Tensor]:
     """o like q, and lse as (batch, heads, queries) in fp32 (fp64 for fp64 inputs).
 
@@ -108,10 +73,10 @@ def tiled_forward(
         total = rows.new_zeros(rows.shape[:-1])
         acc = torch.zeros_like(rows)
         for n in torch.arange(k.shape[2], device=q.device).split(block):
-            seen = visible_pairs(m, n, causal, window, *_ids(q_ids, k_ids, m, n))
+            seen = visible_pairs(m, n, mask)
             if not seen.any():
                 continue
-            s = (rows @ k_BGRND[..., n, :].transpose(-1, -2)) * scale
+            s = (rows @ k_BGRND[..., n, :].transpose(-1, -2)) * mask.scale
             s = s.masked_fill(~seen, -math.inf)
             now = torch.maximum(largest, s.amax(-1))
             # Where all is masked so far, `now` is -inf; subtracting 0 instead keeps exp(-inf) = 0.
@@ -133,13 +98,8 @@ def tiled_backward(
     o: Tensor,
     lse: Tensor,
     do: Tensor,
-    dlse: Tensor | None = None,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-    q_ids: Tensor | None = None,
-    k_ids: Tensor | None = None,
+    dlse: Tensor | None,
+    mask: Mask,
     block: int = 128,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv."""
@@ -156,19 +116,19 @@ def tiled_backward(
         k_tile, v_tile = k_BGRND[..., n, :], v_BGRND[..., n, :]
         dk, dv = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
         for m in torch.arange(q.shape[2], device=q.device).split(block):
-            seen = visible_pairs(m, n, causal, window, *_ids(q_ids, k_ids, m, n))
+            seen = visible_pairs(m, n, mask)
             if not seen.any():
                 continue
             q_tile, do_tile = q_BGRMD[..., m, :], do_BGRMD[..., m, :]
-            s = (q_tile @ k_tile.transpose(-1, -2)) * scale
+            s = (q_tile @ k_tile.transpose(-1, -2)) * mask.scale
             # lse is -inf where a query sees nothing: all of its row is masked.
             p = torch.exp(s - lse_BGRM[..., m, None]).masked_fill(~seen, 0.0)
             dp = do_tile @ v_tile.transpose(-1, -2)
             ds = p * (dp - delta_BGRM[..., m, None])
             # The query heads of a group share k and v: their gradients add up.
             dv += (p.transpose(-1, -2) @ do_tile).sum(2, keepdim=True)
-            dk += (ds.transpose(-1, -2) @ q_tile).sum(2, keepdim=True) * scale
-            dq_BGRMD[..., m, :] += (ds @ k_tile) * scale
+            dk += (ds.transpose(-1, -2) @ q_tile).sum(2, keepdim=True) * mask.scale
+            dq_BGRMD[..., m, :] += (ds @ k_tile) * mask.scale
         dk_BGRND[..., n, :], dv_BGRND[..., n, :] = dk, dv
     dq = dq_BGRMD.flatten(1, 2).to(q.dtype)
     return dq, dk_BGRND.squeeze(2).to(k.dtype), dv_BGRND.squeeze(2).to(v.dtype)
@@ -178,15 +138,16 @@ def _scores(
     q: Tensor,
     k: Tensor,
     causal: bool,
-    scale: float | None,
-    window: int | None,
-    segment_ids: tuple[Tensor, Tensor] | None,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All scores, (B, G, R, M, N), and which of them count."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    mask = Mask(causal, scale, window, *(segment_ids or (None, None)))
     m = torch.arange(q.shape[2], device=q.device)
     n = torch.arange(k.shape[2], device=q.device)
-    seen = visible_pairs(m, n, causal, window, *(segment_ids or (None, None)))
+    seen = visible_pairs(m, n, mask)
     s = (_group(q, k) @ k.unsqueeze(2).transpose(-1, -2)) * scale
     # A query that sees nothing would be 0 / 0: it gets any finite softmax, and then none of it.
     return s.masked_fill(~seen, torch.finfo(s.dtype).min), seen
@@ -195,11 +156,3 @@ def _scores(
 def _group(x: Tensor, k: Tensor) -> Tensor:
     """(B, G * R, M, D) as (B, G, R, M, D)."""
     return x.unflatten(1, (k.shape[1], -1))
-
-
-def _ids(
-    q_ids: Tensor | None, k_ids: Tensor | None, m: Tensor, n: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    if q_ids is None or k_ids is None:
-        return None, None
-    return q_ids[:, m], k_ids[:, n]
