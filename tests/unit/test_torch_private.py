@@ -36,29 +36,6 @@ ALLOWED = {"engine/torch_private.py", "description/tracing/torch_private.py"}
 # Classes in the place of torch's: they answer to the private names that torch calls.
 STAND_INS = {"fsdp2/module.py", "fsdp2/sharding.py"}
 
-# Rooms whose names have not moved yet, and which ones they are. Nothing is to be added here.
-PENDING = {
-    "engine": {
-        "._local_tensor",
-        "._optimizer_step_post_hooks",
-        "._optimizer_step_pre_hooks",
-        "._parameters",
-        "._post_accumulate_grad_hooks",
-        "._version",
-        "torch._dynamo.disable",
-        "torch._foreach_copy_",
-        "torch._foreach_mul_",
-        "torch._foreach_norm",
-        "torch.optim.optimizer._global_optimizer_post_hooks",
-        "torch.optim.optimizer._global_optimizer_pre_hooks",
-    },
-    "lab": {
-        "torch._foreach_copy_",
-        "torch.cuda._sleep",
-        "torch.testing._internal.distributed.fake_pg.FakeStore",
-    },
-}
-
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # Python's, and public
 
 
@@ -228,8 +205,7 @@ def find_misplaced(uses: list[Use]) -> list[Use]:
     wrong = []
     for use in uses:
         stands_in = use.file in STAND_INS and use.name in answered
-        pending = use.name in PENDING.get(use.file.partition("/")[0], ())
-        if not (use.file in ALLOWED or stands_in or pending):
+        if not (use.file in ALLOWED or stands_in):
             wrong.append(use)
     return wrong
 
@@ -269,9 +245,6 @@ def as_table(uses: list[Use]) -> str:
 def test_private_names_stand_where_they_may() -> None:
     uses = uses_in_src()
     print(f"\n{as_table(uses)}")
-    used = {(use.file.partition("/")[0], use.name) for use in uses if use.file not in ALLOWED}
-    done = [(room, name) for room in PENDING for name in PENDING[room] if (room, name) not in used]
-    print(f"no longer pending: {sorted(done)}")
     wrong = [f"{use.file}:{use.line}: {use.name}" for use in find_misplaced(uses)]
     assert not wrong, (
         "private names of torch belong into engine/torch_private.py, with what is lost without "

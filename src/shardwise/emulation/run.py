@@ -90,11 +90,16 @@ class Figures:
         return row | row.pop("side")
 
 
-@contextmanager
-def fake_group(rank: int, world: int) -> Iterator[None]:
-    """A process group in which nothing is sent, while it is open."""
+def join_fake_group(rank: int, world: int) -> None:
+    """This process as one rank of a group in which nothing is sent."""
     store = torch_private.fake_store()
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+
+
+@contextmanager
+def fake_group(rank: int, world: int) -> Iterator[None]:
+    """Such a group while it is open."""
+    join_fake_group(rank, world)
     try:
         yield
     finally:

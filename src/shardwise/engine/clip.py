@@ -18,7 +18,7 @@ from shardwise.engine.engine import (
 )
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.torch_private import local_of
+from shardwise.engine.torch_private import foreach_mul_, foreach_norm, local_of
 
 
 def clip_grad_norm(
@@ -57,7 +57,7 @@ def clip_grad_norm(
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for tensors in ([tensor for g in live for tensor in _tensors(g)], outside):
         if tensors:
-            torch._foreach_mul_(tensors, scale.to(tensors[0].device))
+            foreach_mul_(tensors, scale.to(tensors[0].device))
     return total
 
 
@@ -92,7 +92,7 @@ def _squares(gradients: list[Gradients], device: torch.device) -> torch.Tensor:
     tensors = [tensor for g in gradients for tensor in _tensors(g, counted=True)]
     if not tensors:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm(tensors)
+    norms = foreach_norm(tensors)
     return torch.stack([norm.float() for norm in norms]).square().sum().to(device)
 
 

@@ -140,7 +140,7 @@ class _Watcher:
         if torch.compiler.is_compiling():
             return None
         if torch_private.compiles_frames():
-            torch._dynamo.disable(self.hook)(*args)
+            torch_private.uncompiled(self.hook)(*args)
             return None
         return self.hook(*args)
 
@@ -151,7 +151,7 @@ def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list
     """
     first = torch_optimizer.register_optimizer_step_pre_hook(_Watcher(before))
     # Before all others.
-    cast(Any, torch_optimizer._global_optimizer_pre_hooks).move_to_end(first.id, last=False)
+    torch_private.step_hooks_of_all()[0].move_to_end(first.id, last=False)
     return [first, torch_optimizer.register_optimizer_step_post_hook(_Watcher(after))]
 
 
@@ -185,10 +185,8 @@ def _takes(optimizer: torch.optim.Optimizer) -> bool:
     """
     return (
         type(optimizer) in ELEMENTWISE
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and _only_ours(torch_optimizer._global_optimizer_pre_hooks)
-        and _only_ours(torch_optimizer._global_optimizer_post_hooks)
+        and not any(torch_private.step_hooks(optimizer))
+        and all(map(_only_ours, torch_private.step_hooks_of_all()))
         and not any(group.get("differentiable") for group in optimizer.param_groups)
     )
 

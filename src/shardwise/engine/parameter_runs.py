@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +21,13 @@ from shardwise.engine.checks import (
 )
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.placements import MeshPlacement
-from shardwise.engine.torch_private import is_wrapper, local_of
+from shardwise.engine.torch_private import (
+    foreach_copy_,
+    is_wrapper,
+    local_of,
+    local_tensor,
+    writes_of,
+)
 
 StateOfOne = dict[str, Any]
 StateByParameter = dict[torch.Tensor, StateOfOne]
@@ -32,7 +38,6 @@ _NOTHING: StateOfOne = {}
 # A CPU's kernels end with another arithmetic for what fills no vector. Parameters whose rows fill
 # whole ones meet the same arithmetic, to the last bit, alone and side by side.
 _VECTOR = 64
-_LOCAL = attrgetter("_local_tensor")
 
 
 class ParameterRun:
@@ -73,7 +78,7 @@ class ParameterRun:
     @property
     def unmoved(self) -> bool:
         """The parameters stand on the memory that they stood on."""
-        return all(map(is_, map(_LOCAL, self._sharded), self._locals))
+        return all(map(is_, map(local_tensor, self._sharded), self._locals))
 
     def begin(self, public: StateByParameter) -> bool:
         """Take over the parameters' gradients for this step (`tensor` has none if they have none),
@@ -134,7 +139,7 @@ class ParameterRun:
     def _join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """A copy of the parameters' tensors, laid out as `tensor` is."""
         flat = torch.zeros_like(self.tensor, dtype=tensors[0].dtype)
-        torch._foreach_copy_(self._cut(flat), list(map(local_of, tensors)))
+        foreach_copy_(self._cut(flat), list(map(local_of, tensors)))
         return flat
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -197,7 +202,7 @@ class SharedNumbers:
         self.all = numbers[torch.tensor(of_run, device=numbers.device)]
         # For every place the one that it is a copy of.
         self._sources = torch.tensor([ends[i] for i in of_run], device=numbers.device)
-        self._version = self.all._version
+        self._writes = writes_of(self.all)
         for run, (start, end) in zip(runs, pairwise(ends), strict=True):
             run.shared[key] = self, slice(start, end)
             run.state[key] = self.all[start]
@@ -211,14 +216,14 @@ class SharedNumbers:
         """Surely nobody but the optimizer changed one. On the host a look at the numbers costs less
         than to miss what `.data` or numpy changed.
         """
-        return self.all.device.type != "cpu" and self.all._version == self._version
+        return self.all.device.type != "cpu" and writes_of(self.all) == self._writes
 
     def agree(self, places: slice = slice(None)) -> bool:
         return torch.equal(self.all[places], self.all.index_select(0, self._sources[places]))
 
     def spread(self) -> None:
         self.all.copy_(self.all.index_select(0, self._sources))
-        self._version = self.all._version
+        self._writes = writes_of(self.all)
 
 
 class GroupRuns:

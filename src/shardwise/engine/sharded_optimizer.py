@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardwise.engine.collectives import Group
 from shardwise.engine.local_step import ELEMENTWISE
+from shardwise.engine.torch_private import foreach_copy_
 from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.rows import Rows
 from shardwise.planning.units import MIB
@@ -113,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for rank, pieces in enumerate(by_rank):
             if rank != self.rank and pieces:
                 found = everyone[rank, : lengths[rank]].split([piece.numel() for piece in pieces])
-                torch._foreach_copy_(pieces, list(found))
+                foreach_copy_(pieces, list(found))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by parameter index, with the rows it covers."""

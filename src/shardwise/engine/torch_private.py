@@ -99,6 +99,7 @@ def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> 
 
 # Many tensors copied in one call; one by one costs a launch each, which small parameters feel.
 foreach_copy_ = torch._foreach_copy_
+foreach_mul_, foreach_norm = torch._foreach_mul_, torch._foreach_norm
 
 
 # Modules
@@ -204,6 +205,26 @@ def made_by(view: torch.Tensor) -> Any:
 Hooks = dict[int, Callable[[torch.Tensor], Any]] | None
 gradient_hooks: Callable[[torch.Tensor], Hooks] = attrgetter("_backward_hooks")
 accumulated_hooks: Callable[[torch.Tensor], Hooks] = attrgetter("_post_accumulate_grad_hooks")
+
+# The hooks around the steps of one optimizer, and of all: a step that others watch is torch's own,
+# and a profile has to hear of a step before the engine does.
+step_hooks: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+)
+
+
+def step_hooks_of_all() -> tuple[Any, Any]:
+    before = torch.optim.optimizer._global_optimizer_pre_hooks
+    return before, torch.optim.optimizer._global_optimizer_post_hooks
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run as it is where torch.compile compiles whatever is called."""
+    return cast(Callable[..., Any], torch._dynamo.disable(function))
+
+
+# A DTensor's local tensor itself; `to_local` makes another one each time.
+local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 # How often a tensor was written: what tells gathered parameters that went stale.
 writes_of: Callable[[torch.Tensor], int] = attrgetter("_version")

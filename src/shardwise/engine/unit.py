@@ -33,6 +33,7 @@ from shardwise.engine.storage import (
     Parameters,
     fingerprint,
 )
+from shardwise.engine.torch_private import parameters_of
 from shardwise.planning.rows import Layout, Rows
 from shardwise.planning.strategies import choose_gather
 from shardwise.schedule.unit import ScheduledUnit, State
@@ -134,7 +135,7 @@ class Route:
             if len(inputs) == 1:
                 inputs[0].copy_(self.pieces[0], non_blocking=True)
             else:
-                torch._foreach_copy_(inputs, self.pieces, non_blocking=True)
+                torch_private.foreach_copy_(inputs, self.pieces, non_blocking=True)
         if self.mode == "grouped":
             return self.group.all_gather_grouped(self.flats, inputs), nothing_to_unpack
         handles = [
@@ -155,7 +156,7 @@ class Route:
         def unpack() -> None:
             if self.scattered:
                 split = staging.split(self.sizes, dim=1)
-                torch._foreach_copy_(
+                torch_private.foreach_copy_(
                     self.parts, [s.reshape(p.shape) for s, p in zip(split, self.parts, strict=True)]
                 )
             else:
@@ -198,12 +199,12 @@ class Kept(Buffer):
             with torch.no_grad():
                 tensor = form.wrap(piece.view(-1, *rows.shape[1:]))
             kept = nn.Parameter(tensor, requires_grad=parameters.visible[i].requires_grad)
-            self.places += [(module._parameters, key, kept) for module, key in member.places]
+            self.places += [(parameters_of(module), key, kept) for module, key in member.places]
 
     def fill(self) -> None:
         """Take this rank's piece from the full parameters."""
         self.allocate()
-        torch._foreach_copy_(self.route.pieces, self.route.own)
+        torch_private.foreach_copy_(self.route.pieces, self.route.own)
 
 
 class Unit(ScheduledUnit):
@@ -254,7 +255,7 @@ class Unit(ScheduledUnit):
         """Hang the visible parameters in their modules."""
         for member, visible in zip(self.parameters.members, self.parameters.visible, strict=True):
             for module, key in member.places:
-                module._parameters[key] = visible
+                parameters_of(module)[key] = visible
 
     def prepare(self, executor: TensorExecutor) -> None:
         """Make all that only a running unit needs: full parameters, routes, gradients."""
@@ -274,7 +275,7 @@ class Unit(ScheduledUnit):
         self.keeps_piece = self.kept_buffer is not None
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
         self.places = [
-            (module._parameters, key, shown, visible)
+            (parameters_of(module), key, shown, visible)
             for member, shown, visible in zip(p.members, p.shown, p.visible, strict=True)
             for module, key in member.places
         ]
@@ -405,7 +406,7 @@ class Unit(ScheduledUnit):
             return
         shown = self.parameters.shown[0]
         shown.__dict__.update(placeholder.__dict__)
-        for hook in (placeholder._post_accumulate_grad_hooks or {}).values():
+        for hook in (torch_private.accumulated_hooks(placeholder) or {}).values():
             shown.register_post_accumulate_grad_hook(hook)
         self.places = [(places, key, shown, visible) for places, key, _, visible in self.places]
         if self.gradients is not None:

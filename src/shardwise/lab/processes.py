@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.children import ChildFailed, describe_end, spawn_ranks
+from shardwise.emulation.run import join_fake_group
 from shardwise.profiling.timing import Sample, Step, time_on_host
 
 # Imported once, in the server that the processes are forked from; it touches no device.
@@ -55,7 +56,7 @@ def _answer_as_rank(
     # The fake backend leaves garbage in what it gathers; denormal numbers there would cost time.
     torch.set_flush_denormal(True)
     if backend == "fake":
-        join_fake_group(world)
+        join_fake_group(0, world)
     else:
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
@@ -63,13 +64,6 @@ def _answer_as_rank(
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(answer))
     dist.destroy_process_group()
-
-
-def join_fake_group(world: int) -> None:
-    """This process as rank 0 of a group in which nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
 def time_on_ranks(step: Step) -> Sample:

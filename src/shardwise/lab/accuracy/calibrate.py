@@ -17,6 +17,7 @@ from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.cases import describe_model
 from shardwise.lab.accuracy.kernels import Run, time_on
 from shardwise.profiling import footprint
+from shardwise.profiling.timing import foreach_copy_
 from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
 from shardwise.trainer.sizes import bench_size
 
@@ -130,7 +131,7 @@ def _copy_rates(device: torch.device, size: int) -> dict[str, float]:
             2 * staging.nbytes,
         ),
         "cast": (lambda: row.copy_(own), own.nbytes + row.nbytes),
-        "pack": (lambda: torch._foreach_copy_(pieces, grads), full.nbytes + slot.nbytes),
+        "pack": (lambda: foreach_copy_(pieces, grads), full.nbytes + slot.nbytes),
         "update": (update.step, 7 * flat.nbytes),
     }
     with torch.no_grad():

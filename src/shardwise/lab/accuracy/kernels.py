@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from shardwise.description.model import KernelFact, ModelDescription, PassFacts
 from shardwise.planning.plan import DTYPES
+from shardwise.profiling.timing import spin
 from shardwise.trainer.sizes import Size
 
 Run = Callable[[], object]
@@ -255,7 +256,7 @@ def _time_on_cuda(run: Run, groups: int) -> float:
     def timed(count: int) -> float:
         # Behind a spin the launches are all queued before the first one runs, so that the host's
         # own time is not measured.
-        torch.cuda._sleep(SPIN_CYCLES)
+        spin(SPIN_CYCLES)
         start.record()
         for _ in range(count):
             run()

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.description.cluster import Cluster
+from shardwise.emulation.run import join_fake_group
 from shardwise.lab.accuracy import seeds
 from shardwise.lab.accuracy.calibrate import Calibration, calibrate_device
 from shardwise.lab.accuracy.cases import CASES, WORLD, AccuracyCase
 from shardwise.lab.accuracy.device import predict_shipped, run_case
 from shardwise.lab.accuracy.gloo import run_gloo
 from shardwise.lab.accuracy.page import print_rows, summarize, tell_prediction, write_page
-from shardwise.lab.processes import join_fake_group
 from shardwise.lab.rows import RowFile, describe_run, say
 from shardwise.profiling.results import Row, read_json
 
@@ -159,7 +159,7 @@ def run_device(
         return
     if not dist.is_initialized():
         torch.set_flush_denormal(True)
-        join_fake_group(WORLD)
+        join_fake_group(0, WORLD)
     base = Cluster.load("h200x8")
     calibration = _calibrate(results, device, quick)
     for case in todo:

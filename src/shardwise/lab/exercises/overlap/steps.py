@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.emulation.collectives import Network, emulate
+from shardwise.emulation.run import join_fake_group
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.models import CPU_SIZES, QUICK_CONTEXT, ModelCase, tell_device
 from shardwise.lab.exercises.overlap.picture import make_picture
-from shardwise.lab.processes import explain_failure, join_fake_group, run_fresh
+from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.lab.steps.engines import Wrapped, wrap_plan
 from shardwise.profiling.results import Row, print_table
@@ -104,7 +105,7 @@ def measure(case: ModelCase, reduce: str, ranks: int, network: Network) -> dict[
         torch.set_num_threads(1)
     on_gpu = case.device == "cuda"
     try:
-        join_fake_group(ranks)
+        join_fake_group(0, ranks)
         with emulate(network) as emulation:
             trial = wrap_plan(case.make_model(), sw.Plan.of("ddp", mesh=ranks, reduce=reduce))
             tokens = case.make_tokens()
