@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # torch's own, from here.
@@ -214,8 +215,8 @@ step_hooks: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(
 
 
 def step_hooks_of_all() -> tuple[Any, Any]:
-    before = torch.optim.optimizer._global_optimizer_pre_hooks
-    return before, torch.optim.optimizer._global_optimizer_post_hooks
+    before: Any = torch_optimizer._global_optimizer_pre_hooks
+    return before, torch_optimizer._global_optimizer_post_hooks
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
