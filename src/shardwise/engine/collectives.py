@@ -99,6 +99,11 @@ class Buffer:
             self.release()
 
 
+def _issued(handle: Handle) -> Handle:
+    """A collective was called; a profile, if one listens, watches the wait for it."""
+    return handle if marks.on is None else marks.on.issued(handle)
+
+
 @dataclass(eq=False)
 class Group:
     """One axis of the mesh as this rank sees it: the ranks it shares that axis with."""
@@ -120,15 +125,15 @@ class Group:
             return DONE
         self._note("all_gather", output)
         if custom is not None:
-            return marks.issued(custom(output, input, self.group, async_op=True) or DONE)
-        return marks.issued(torch_private.all_gather(output, input, self.group))
+            return _issued(custom(output, input, self.group, async_op=True) or DONE)
+        return _issued(torch_private.all_gather(output, input, self.group))
 
     def all_gather_grouped(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
         """Many gathers as one grouped call; each input may be this rank's part of its output."""
         self._note("all_gather", *outputs)
-        return marks.issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
+        return _issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
@@ -137,15 +142,15 @@ class Group:
         self._note("reduce_scatter", input)
         if custom is not None:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
-            return marks.issued(handle or DONE)
-        return marks.issued(torch_private.reduce_scatter(output, input, self.group))
+            return _issued(handle or DONE)
+        return _issued(torch_private.reduce_scatter(output, input, self.group))
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """The sum over ranks, in place."""
         if self.size == 1:
             return DONE
         self._note("all_reduce", tensor)
-        return marks.issued(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The first rank's values on every rank."""

@@ -215,8 +215,3 @@ on: Marks | None = None
 def range(name: str, unit: str) -> AbstractContextManager[None]:
     """What the host does inside is `name` for `unit`."""
     return _NOTHING if on is None else on.range(name, unit)
-
-
-def issued(handle: Any) -> Any:
-    """A collective that was called has returned `handle`."""
-    return handle if on is None else on.issued(handle)

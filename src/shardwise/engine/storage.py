@@ -260,14 +260,6 @@ class Parameters:
             whole.data.copy_(shown.data)
             shown.data = whole
 
-    @property
-    def in_place(self) -> bool:
-        """What hangs in the modules is what was put there, on the same memory."""
-        for own, key, visible, memory in self._hung:
-            if own.get(key) is not visible or not memory.is_of(visible):
-                return False
-        return True
-
     def adopt(self) -> None:
         """Take over parameters that were moved, cast, given memory, replaced or tied in their
         modules.
@@ -328,7 +320,7 @@ class Parameters:
             if i not in self.tied:
                 visible.__dict__[_KEEPER] = keeper
         self._memory = [MemoryIdentity(visible) for visible in self.visible]
-        self._hung: list[tuple[dict[str, Any], str, nn.Parameter, MemoryIdentity]] = [
+        self.hung: list[tuple[dict[str, Any], str, nn.Parameter, MemoryIdentity]] = [
             (parameters_of(module), key, visible, memory)
             for member, visible, memory in zip(
                 self.members, self.visible, self._memory, strict=True

@@ -315,7 +315,7 @@ class Unit(ScheduledUnit):
         """
         shown = self.is_shown and self.state is not State.FREE  # else a kept piece is
         self.hide()
-        if self.parameters.in_place:
+        if self._in_place:
             if shown:
                 self.show()
             return False
@@ -329,6 +329,14 @@ class Unit(ScheduledUnit):
     def version(self) -> int:
         """Grows with every write to the masters."""
         return torch_private.count_writes(self.parameters.master, self.parameters.visible)
+
+    @property
+    def _in_place(self) -> bool:
+        """What hangs in the modules is what was put there, on the same memory."""
+        for own, key, visible, memory in self.parameters.hung:
+            if own.get(key) is not visible or not memory.is_of(visible):
+                return False
+        return True
 
     def follow_requires_grad(self) -> bool:
         """Take over which visible parameters are trainable now; true if that changed."""
