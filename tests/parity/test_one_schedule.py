@@ -107,12 +107,12 @@ def trace_verbs(executor: Any) -> list[tuple[str, str]]:
 
 
 def run_really(case: ProofCase, plan: sw.Plan, count: int) -> tuple[list[Any], list[Any]]:
-    """The third step: the first one also finds the order."""
+    """The second step: the first one finds the order."""
     torch.manual_seed(0)
     model = sw.shard(Net(case.kind), plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spoken = trace_verbs(engine_of(model).executor)
-    for _ in range(3):
+    for _ in range(2):
         spoken.clear()
         with sw.record() as log:
             for tokens in sw.microbatches(model, [TOKENS] * count):
@@ -267,7 +267,7 @@ def run_torch(case: ProofCase, plan: sw.Plan, count: int) -> list[tuple[str, int
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    for _ in range(3):
+    for _ in range(2):
         with torch_calls() as calls:
             for i in range(count):
                 last = i == count - 1
