@@ -1,0 +1,87 @@
+"""What the nodes of a traced graph are: compute, collectives, waits for them, or neither.
+
+A graph here is one pass, forward or backward, as torch's compiler leaves it: placeholders, calls
+of operators, one output; every node has an example of its value in `meta["val"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from shardwise.description.model import KernelFact
+from shardwise.description.tracing.op_costs import cost_of
+from shardwise.graph.torch_private import collectives, is_operator
+
+ALL_GATHER = collectives.all_gather_into_tensor.default
+ALL_GATHERS = collectives.all_gather_into_tensor_coalesced.default  # several as one message
+REDUCE_SCATTER = collectives.reduce_scatter_tensor.default
+REDUCE_SCATTERS = collectives.reduce_scatter_tensor_coalesced.default
+ALL_REDUCE = collectives.all_reduce.default
+WAIT = collectives.wait_tensor.default
+
+KINDS = {
+    ALL_GATHER: "all_gather",
+    ALL_GATHERS: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    REDUCE_SCATTERS: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+}
+# Where the arguments hold the group's name; gathers and scatters have its size before it.
+_GROUP_AT = {ALL_GATHER: 2, ALL_GATHERS: 2, REDUCE_SCATTER: 3, REDUCE_SCATTERS: 3, ALL_REDUCE: 2}
+
+
+def kind_of(node: Node) -> str:
+    """all_gather, reduce_scatter or all_reduce; empty for what is no collective."""
+    return KINDS.get(node.target, "") if node.op == "call_function" else ""  # type: ignore[call-overload]
+
+
+def is_wait(node: Node) -> bool:
+    return node.op == "call_function" and node.target is WAIT
+
+
+def group_of(node: Node) -> str:
+    """The name of a collective's group."""
+    return str(node.args[_GROUP_AT[node.target]])  # type: ignore[index]
+
+
+def message_bytes(node: Node) -> int:
+    """Of a collective's whole message: what a gather makes, what the others are given."""
+    return value_bytes(node if kind_of(node) == "all_gather" else node.args[0])
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The example values of a node, or of several."""
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_of(each)
+
+
+def value_bytes(value: Any) -> int:
+    """Bytes of a node's value, or of several nodes'."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+def kernel_of(node: Node) -> KernelFact | None:
+    """The kernel that a node launches; None for collectives, waits, views and what is no call."""
+    if node.op != "call_function" or not is_operator(node.target):
+        return None
+    if kind_of(node) or is_wait(node):
+        return None
+    example = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return cost_of(node.target, example[0], example[1], node.meta.get("val"))
+
+
+def is_compute(node: Node) -> bool:
+    """It multiplies matrices, convolves or attends: what collectives are hidden behind."""
+    if "computes" not in node.meta:
+        fact = kernel_of(node)
+        node.meta["computes"] = fact is not None and fact.flops > 0
+    return bool(node.meta["computes"])
