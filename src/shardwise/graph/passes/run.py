@@ -102,9 +102,7 @@ def run_passes(
     return graphs[0], graphs[1], summaries
 
 
-def _run(
-    step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving
-) -> Graph:
+def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving) -> Graph:
     if step == "bucket":
         return bucket(
             graph,
@@ -115,9 +113,7 @@ def _run(
             max_span=options.max_span,
         )
     if step == "prefetch":
-        return prefetch(
-            graph, window=options.window, in_flight_bytes=options.in_flight_bytes
-        )
+        return prefetch(graph, window=options.window, in_flight_bytes=options.in_flight_bytes)
     if step == "sort":
         return sort(graph, ready_first=options.ready_first)
     if options.restore:
