@@ -14,7 +14,6 @@ from shardwise.graph.nodes import message_bytes
 from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
 from shardwise.graph.passes.identify import identify
-from shardwise.graph.passes.order import copy_graph
 from shardwise.graph.passes.prefetch import prefetch
 from shardwise.graph.passes.sort import sort
 
@@ -92,7 +91,7 @@ def run_passes(
     graphs = []
     for name, graph in (("forward", forward), ("backward", backward)):
         before = snapshot(graph, group=group)
-        made = copy_graph(graph)[0]
+        made = graph
         summaries.append(summarize(made, group=group, name=name))
         for step in PASSES:
             if step in passes and step != "identify":
@@ -102,9 +101,7 @@ def run_passes(
     return graphs[0], graphs[1], summaries
 
 
-def _run(
-    step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving
-) -> Graph:
+def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving) -> Graph:
     if step == "bucket":
         return bucket(
             graph,
@@ -115,9 +112,7 @@ def _run(
             max_span=options.max_span,
         )
     if step == "prefetch":
-        return prefetch(
-            graph, window=options.window, in_flight_bytes=options.in_flight_bytes
-        )
+        return prefetch(graph, window=options.window, in_flight_bytes=options.in_flight_bytes)
     if step == "sort":
         return sort(graph, ready_first=options.ready_first)
     if options.restore:
