@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +35,8 @@ def trace(function: Callable[..., Any], *examples: torch.Tensor) -> Graph:
     return graph
 
 
-def backward_of(layers: int, *, norms: bool = True) -> tuple[Graph, list[torch.Tensor]]:
+@functools.cache
+def backward_of(layers: int) -> tuple[Graph, list[torch.Tensor]]:
     """The backward graph of two-product layers that recompute: for each, its input is saved, its
     weights are gathered, products are recomputed with an all-reduce of activations between them,
     then come the gradients, weight by weight. A norm's weight travels on the other group.
@@ -45,7 +46,7 @@ def backward_of(layers: int, *, norms: bool = True) -> tuple[Graph, list[torch.T
         found = []
         for layer in range(layers):
             saved, first, second, third, norm = given[5 * layer : 5 * layer + 5]
-            x = saved * gathered(norm, OTHER) if norms else saved
+            x = saved * gathered(norm, OTHER)
             full_1 = gathered(first.to(torch.float64))
             hidden = reduced(x @ full_1)
             full_2 = gathered(second.to(torch.float64))
@@ -133,7 +134,3 @@ def fingerprint(graph: Graph) -> list[tuple[str, str, tuple[str, ...]]]:
 def names(graph: Graph, kind: str, group: str = GROUP) -> list[str]:
     found = (n for n in graph.nodes if nodes.kind_of(n) == kind)
     return [n.name for n in found if nodes.group_of(n) == group]
-
-
-def is_getitem(node: Node) -> bool:
-    return node.target is operator.getitem
