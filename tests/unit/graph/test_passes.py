@@ -238,7 +238,7 @@ def test_a_wider_window_lets_recomputation_run_ahead_of_the_first_scatter() -> N
     firsts = {}
     for window in (2, 12, 24, 1000):
         options = PassOptions(bucket_bytes=12 * ONE, window=window, max_consecutive=None)
-        _, made, summaries = run_passes(graph, graph, options)
+        _, _, summaries = run_passes(graph, graph, options)
         firsts[window] = summaries[-1].before_first
     _, _, unsorted = run_passes(graph, graph, options, passes=("bucket", "prefetch"))
     assert firsts[2] <= firsts[12] < firsts[24] < firsts[1000]
