@@ -8,13 +8,14 @@ come in time and as long as nothing is far ahead of its turn; else it follows th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
 from shardwise.graph.nodes import is_compute
-from shardwise.graph.passes.bucket import split, tidied
+from shardwise.graph.passes.bucket import split, tidy
 from shardwise.graph.passes.identify import identify
-from shardwise.graph.passes.order import Issue, copy_graph, dependencies, parts_of
+from shardwise.graph.passes.order import Issue, copy_graph, dependencies, parts_of, put_in_order
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Interleaving:
     def runs(self) -> list[int]:
         """Compute nodes in front of each reduce-scatter, and behind the last."""
         places = [0, *(place for _, place, _ in self.scatters), len(self.compute)]
-        return [b - a for a, b in zip(places, places[1:], strict=False)]
+        return [b - a for a, b in pairwise(places)]
 
 
 def snapshot(graph: Graph, *, group: str) -> Interleaving:
@@ -57,14 +58,15 @@ def cap(graph: Graph, *, group: str, before: Interleaving, max_consecutive: int 
     more, and at most as many ahead of their turn in it. A bucket of reduce-scatters that would
     hold one of them back for longer is cut.
     """
-    if max(snapshot(graph, group=group).runs()[:-1], default=0) <= max_consecutive:
+    if longest_run(graph, group=group) <= max_consecutive:
         return copy_graph(graph)[0]
     points = _plan(before, max_consecutive)
     made, _ = copy_graph(graph)
     _cut(made, group, points)
-    made = tidied(made)
+    tidy(made)
     scatters = {name: node for node in _scatters(made, group) for name in _names(node)}
-    return _follow(made, before, points, scatters, max_consecutive)
+    _follow(made, before, points, scatters, max_consecutive)
+    return made
 
 
 @dataclass
@@ -122,8 +124,9 @@ def _follow(
     points: list[_Point],
     scatters: dict[str, Node],
     most: int,
-) -> Graph:
-    issue = Issue(graph, pinned=set(scatters.values()))
+) -> None:
+    """The scheduled order where it may be followed, else the remembered; moves the nodes."""
+    issue = Issue(graph.nodes, pinned=set(scatters.values()))
     named = {node.name: node for node in issue.compute}
     turn = {named[name]: i for i, name in enumerate(before.compute)}
     remembered, scheduled = list(turn), list(issue.compute)
@@ -144,12 +147,12 @@ def _follow(
             first += 1
         while wanted < len(turn) and scheduled[wanted] in issue.done:
             wanted += 1
-    return copy_graph(graph, issue.finish())[0]
+    put_in_order(graph, issue.finish())
 
 
 def restore_order(graph: Graph, *, before: Interleaving) -> Graph:
     """All compute nodes in the order that they had in `before`; buckets stay as they are."""
-    issue = Issue(graph)
+    issue = Issue(graph.nodes)
     named = {node.name: node for node in issue.compute}
     for name in before.compute:
         issue.compute_node(named[name])

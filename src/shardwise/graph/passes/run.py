@@ -14,7 +14,6 @@ from shardwise.graph.nodes import message_bytes
 from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
 from shardwise.graph.passes.identify import identify
-from shardwise.graph.passes.order import copy_graph
 from shardwise.graph.passes.prefetch import prefetch
 from shardwise.graph.passes.sort import sort
 
@@ -27,6 +26,8 @@ def _whole(least: int) -> Bound:
 
 @dataclass(frozen=True)
 class PassOptions:
+    """How far each pass goes."""
+
     bucket_bytes: Annotated[int, _whole(1)] = 48 << 20
     adjacent_only: bool = False  # torch's greedy buckets, for comparison
     coalesced: bool = True  # one call with a list of tensors instead of one packed tensor
@@ -92,7 +93,7 @@ def run_passes(
     graphs = []
     for name, graph in (("forward", forward), ("backward", backward)):
         before = snapshot(graph, group=group)
-        made = copy_graph(graph)[0]
+        made = graph
         summaries.append(summarize(made, group=group, name=name))
         for step in PASSES:
             if step in passes and step != "identify":
