@@ -135,6 +135,32 @@ class Group:
         self._note("all_gather", *outputs)
         return _issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
 
+    def all_gather_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Many gathers as one message, where the backend can; else one each."""
+        if len(outputs) == 1:
+            return self.all_gather(outputs[0], inputs[0])
+        if self.groups_calls(outputs[0].device):
+            return self.all_gather_grouped(outputs, inputs)
+        return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Many scatters as one message, where the backend can; else one each."""
+        if len(outputs) == 1 or not self.groups_calls(outputs[0].device):
+            return All([self.reduce_scatter(*pair) for pair in zip(outputs, inputs, strict=True)])
+        self._note("reduce_scatter", *inputs)
+        return _issued(torch_private.reduce_scatter_grouped(outputs, inputs, self.group))
+
+    def all_reduce_all(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        """Many sums, in place, as one message, where the backend can; else one each."""
+        if len(tensors) == 1 or not self.groups_calls(tensors[0].device):
+            return All([self.all_reduce(tensor) for tensor in tensors])
+        self._note("all_reduce", *tensors)
+        return _issued(torch_private.all_reduce_grouped(tensors, self.group))
+
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
     ) -> Handle:
@@ -168,7 +194,7 @@ class Group:
         """The group's ranks in the world."""
         return tuple(dist.get_process_group_ranks(self.group))
 
-    def gathers_grouped(self, device: torch.device) -> bool:
+    def groups_calls(self, device: torch.device) -> bool:
         """Whether a grouped call takes this device's tensors. gloo's does not, though its other
         calls do: it reads them as the host's, and the process dies.
         """

@@ -107,7 +107,7 @@ class Route:
             return "packed"
         device = self.full.device
         mode = choose_gather(asked, len(self.parts), self.full.nbytes, device.type != "cpu")
-        return "packed" if mode == "grouped" and not self.group.gathers_grouped(device) else mode
+        return "packed" if mode == "grouped" and not self.group.groups_calls(device) else mode
 
     @property
     def is_current(self) -> bool:

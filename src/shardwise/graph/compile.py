@@ -333,7 +333,7 @@ class CompiledModel:
         mesh = self.engine.mesh
         if mesh.shard.group is None or not names:
             return forward, backward
-        grouped = mesh.shard.gathers_grouped(mesh.device)
+        grouped = mesh.shard.groups_calls(mesh.device)
         options = replace(given, coalesced=given.coalesced and grouped)
         forward, backward, self.summaries = run_passes(forward, backward, options, passes=names)
         return forward, backward
