@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from shardwise.engine import (
-    checks,
-)
+from shardwise.engine import checks
 from shardwise.engine.attach import attach, find_device
 from shardwise.engine.engine import ENGINE_KEY, Engine, engine_of, is_sharded
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Node
 from shardwise.engine.local_step import watch_optimizers
 from shardwise.engine.mesh import Mesh, mesh_of
-from shardwise.engine.state import (
-    copy_module,
-    repeat_unit,
-)
+from shardwise.engine.parameter_runs import ELEMENTWISE
+from shardwise.engine.state import copy_module, repeat_unit
 from shardwise.engine.unit import Unit
 from shardwise.planning.plan import DTYPES, Plan
 
@@ -139,6 +136,26 @@ def check_unplanned(model: nn.Module) -> None:
                 f"parameter {name!r} of {type(model).__name__} is sharded already, by a Plan; "
                 f"{_ONE_WAY}"
             )
+
+
+def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer` itself, once it is sure that it steps on flat local buffers: an error if it is of
+    a kind that cannot, or has no parameter of a sharded model.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise TypeError(
+            f"sw.local takes optimizers that treat every element alike ({kinds}), got "
+            f"{type(optimizer).__name__}; use it directly: it works on the sharded parameters"
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if checks.engine_training(parameter) is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
+                    "build the optimizer from model.parameters() after sw.shard(model, plan)"
+                )
+    return optimizer
 
 
 def exposed_seconds(model: nn.Module) -> float | None:

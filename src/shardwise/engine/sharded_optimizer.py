@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.collectives import Group
-from shardwise.engine.local_step import ELEMENTWISE
+from shardwise.engine.parameter_runs import ELEMENTWISE
 from shardwise.engine.torch_private import foreach_copy_
 from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.rows import Rows

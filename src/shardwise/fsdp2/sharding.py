@@ -25,7 +25,7 @@ from shardwise.engine import (
 )
 from shardwise.engine.api import bind, unbind
 from shardwise.engine.attach import owners_of
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import Engine, Structure
 from shardwise.engine.executor import (
     TensorExecutor,
 )
@@ -63,7 +63,7 @@ class Sharding(torch_private.FSDPState):
     ) -> None:
         super().__init__()
         self.modules, self.units, self.mesh, self.precision = modules, units, mesh, precision
-        self.structures = [checks.Structure(module) for module in modules]
+        self.structures = [Structure(module) for module in modules]
         self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
         self.homes: list[Any] = []  # where this call's parameters went (ties.Home)
         self.executor: TensorExecutor | None = None
