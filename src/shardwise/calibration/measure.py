@@ -24,10 +24,10 @@ from torch.nn import functional
 from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
 from shardwise.emulation.check import call_collective
 from shardwise.emulation.run import fake_group
-from shardwise.engine import torch_private
 from shardwise.engine.api import shard
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import describe
+from shardwise.profiling import torch_private
 from shardwise.profiling.timing import spread
 
 Tell = Callable[[str], None]

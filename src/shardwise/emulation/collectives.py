@@ -29,6 +29,7 @@ from shardwise.emulation.exposure import DeviceRecorder, Exposure, HostRecorder,
 from shardwise.emulation.links import Flow, HostLinks
 from shardwise.emulation.networks import NO_TIME, Network, NetworkModel, Transfer
 from shardwise.engine import torch_private
+from shardwise.profiling.torch_private import comm_hooks_of
 
 __all__ = ["Emulation", "Network", "emulate"]
 
@@ -296,7 +297,7 @@ def _hook_ddp() -> Iterator[None]:
     original = DistributedDataParallel.forward
 
     def forward(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        if not torch_private.comm_hooks_of(model):
+        if not comm_hooks_of(model):
             # Without annotations: torch reads a hook's, and does not know postponed ones.
             model.register_comm_hook(
                 _Buckets(model.process_group), lambda buckets, bucket: buckets.send(bucket)

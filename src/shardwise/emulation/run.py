@@ -37,11 +37,10 @@ from shardwise.emulation.device import Mode
 from shardwise.emulation.engines import Inputs, Subject, build
 from shardwise.emulation.exposure import Exposure, Message
 from shardwise.emulation.networks import NetworkModel
-from shardwise.engine import torch_private
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
-from shardwise.profiling import footprint, timing
+from shardwise.profiling import footprint, timing, torch_private
 from shardwise.profiling.timing import Sample, Side, Step
 
 MODES: tuple[Mode, ...] = ("network", "unwaited", "free")

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from shardwise.engine.collectives import Group
 from shardwise.engine.parameter_runs import ELEMENTWISE
 from shardwise.engine.torch_private import foreach_copy_
-from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.rows import Rows
-from shardwise.planning.units import MIB
+from shardwise.planning.units import MIB, group_by_bytes
 
 Share = dict[int, slice]  # one rank's rows of each parameter that it steps, by the index of that
 

@@ -17,7 +17,7 @@ from shardwise.checked import Reader, keys_of
 from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name
 from shardwise.errors import nearest
 from shardwise.planning import memory
-from shardwise.planning.settings import Settings
+from shardwise.planning.settings import Settings, parse_mesh
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
 from shardwise.planning.units import (
     BUCKET_BYTES,
@@ -213,8 +213,7 @@ class Plan:
             settings["whole"] = (settings["whole"],)
         cut = Cut.parse(settings.pop("units", None))
         own = mesh if isinstance(mesh, DeviceMesh) else None
-        shape = _shape_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
-        return cls(name, _parse_mesh(name, shape), cut=cut, device_mesh=own, **settings)
+        return cls(name, parse_mesh(name, mesh), cut=cut, device_mesh=own, **settings)
 
     @property
     def replicate(self) -> int:
@@ -366,34 +365,6 @@ class _PlanReader(Reader):
 
 
 _TITLES = {Plan: "a Plan", Cut: "cut", UnitSpec: "a unit", ParameterSpec: "a unit's parameter"}
-
-
-def _shape_of(mesh: DeviceMesh) -> int | tuple[int, ...]:
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"the mesh {mesh} has {mesh.ndim} axes; a Plan takes one, or (replicate, shard): give "
-            "the two that are data parallel, or use shardwise.fully_shard"
-        )
-    return mesh.size() if mesh.ndim == 1 else tuple(mesh.shape)
-
-
-def _parse_mesh(name: str, mesh: int | str | tuple[int, ...]) -> tuple[int, int]:
-    if isinstance(mesh, str):
-        parts = mesh.lower().replace(",", "x").split("x")
-        if not all(part.strip().isdigit() for part in parts):
-            raise ValueError(f"mesh {mesh!r}: expected a number or REPLICATExSHARD, such as 2x4")
-        numbers = tuple(int(part) for part in parts)
-        mesh = numbers[0] if len(numbers) == 1 else numbers
-    if isinstance(mesh, int):
-        if name == "hsdp":
-            raise ValueError(
-                f"hsdp needs mesh=(replicate, shard), got {mesh}; for example mesh=(2, {mesh})"
-            )
-        return (mesh, 1) if name == "ddp" else (1, mesh)
-    pair = tuple(mesh)
-    if len(pair) != 2:
-        raise ValueError(f"mesh {mesh!r}: expected (replicate, shard)")
-    return pair[0], pair[1]
 
 
 def _difference(planned: tuple[UnitSpec, ...], found: tuple[UnitSpec, ...]) -> str:

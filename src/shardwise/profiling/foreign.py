@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.engine import torch_private
 from shardwise.engine.marks import Marks
 from shardwise.predict.describe import find_blocks
+from shardwise.profiling import torch_private
 from shardwise.profiling.trace import TorchTrace
 
 ROOT = "root"

@@ -24,6 +24,7 @@ from shardwise.engine.extended import Memory
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.marks import BufferMark, Marks, RangeMark
 from shardwise.profiling.pieces import HostPieces
+from shardwise.profiling.torch_private import allocator_snapshot, record_allocations
 from shardwise.profiling.trace import HostAllocation
 from shardwise.timeline import MEMORY_ROLES, MemoryCurve
 
@@ -146,11 +147,11 @@ class CudaHistory:
         self.snapshot: dict[str, Any] = {}
 
     def start(self) -> None:
-        torch_private.record_allocations("all", context=None, max_entries=2_000_000)
+        record_allocations("all", context=None, max_entries=2_000_000)
 
     def stop(self) -> None:
-        self.snapshot = torch_private.allocator_snapshot()
-        torch_private.record_allocations(None)
+        self.snapshot = allocator_snapshot()
+        record_allocations(None)
 
     def blocks(self, offset: int) -> tuple[list[MemoryBlock], list[tuple[int, int, int]]]:
         """Every block, and (time, reserved, active beyond allocated) changes; `offset` is added to

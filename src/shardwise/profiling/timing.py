@@ -34,7 +34,7 @@ Moment = torch.cuda.Event | float  # of a CUDA device's current stream, or of th
 AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
 # Of torch, for whoever times what the engine does.
-spin, foreach_copy_ = torch_private.spin, torch_private.foreach_copy_
+foreach_copy_ = torch_private.foreach_copy_
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.engine import torch_private
+from shardwise.profiling.torch_private import profiler_runs
 
 _ANCHOR = "shardwise.anchor"
 _ANCHORS = 4  # the first is slow; the tightest counts
@@ -79,7 +80,7 @@ class Tracer:
         self._anchors: list[tuple[int, int]] = []
 
     def start(self) -> None:
-        if torch_private.profiler_runs():
+        if profiler_runs():
             raise RuntimeError(
                 "torch's profiler runs already in this process, and there can be only one: end it "
                 "before sw.profile begins"

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from shardwise.description.model import KernelFact, ModelDescription, PassFacts
 from shardwise.planning.plan import DTYPES
-from shardwise.profiling.timing import spin
+from shardwise.profiling.torch_private import spin
 from shardwise.trainer.sizes import Size
 
 Run = Callable[[], object]
