@@ -67,28 +67,29 @@ def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) 
 
 
 class Buffer:
-    """A flat tensor whose memory comes and goes while its views stay."""
+    """Tensors whose memory comes and goes, all together, while their views stay."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self._storages = [(s, s.nbytes()) for s in map(torch.Tensor.untyped_storage, tensors)]
         self.allocated = True
 
     def allocate(self) -> None:
         if not self.allocated:
-            self._storage.resize_(self._nbytes)
+            for storage, nbytes in self._storages:
+                storage.resize_(nbytes)
+                if marks.on is not None:
+                    marks.on.buffer(self, storage.data_ptr(), nbytes)
             self.allocated = True
-            if marks.on is not None:
-                marks.on.buffer(self, self._storage.data_ptr(), self._nbytes)
 
     def release(self) -> None:
-        # numpy has a view: torch resizes that storage no more.
-        if self.allocated and self._storage.resizable():
-            if marks.on is not None:
-                marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
-            self._storage.resize_(0)
-            self.allocated = False
+        for storage, nbytes in self._storages if self.allocated else ():
+            # numpy has a view: torch resizes that storage no more.
+            if storage.resizable():
+                if marks.on is not None:
+                    marks.on.buffer(self, storage.data_ptr(), -nbytes)
+                storage.resize_(0)
+                self.allocated = False
 
     @contextmanager
     def present(self) -> Iterator[None]:

@@ -275,9 +275,12 @@ def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
     """A gradient whose rows of dim 0 are what the ranks get."""
     if rows.replicated:
         return grad.expand(rows.ranks)
-    if rows.dim:
-        return grad.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0).flatten(1)
-    return grad
+    return slices_of(grad, rows).flatten(1) if rows.dim else grad
+
+
+def slices_of(whole: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A tensor that is cut along another dim than 0 as (ranks, *slice)."""
+    return whole.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0)
 
 
 class Slot:
@@ -288,8 +291,9 @@ class Slot:
     def __init__(
         self, layout: Layout, counts: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.buffer = Buffer((layout.shard_numel + counts) * layout.ranks, dtype, device)
-        self.flat = self.buffer.flat
+        numel = (layout.shard_numel + counts) * layout.ranks
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self.buffer = Buffer(self.flat)
         by_rank = self.flat.view(layout.ranks, -1)
         starts = [*layout.offsets, layout.shard_numel]
         sizes = [*(rows.part for rows in layout.rows), counts]

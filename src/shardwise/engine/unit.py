@@ -5,7 +5,7 @@ brings them together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from shardwise.engine.collectives import (
 )
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, ExtendedRoute, is_extended
-from shardwise.engine.gradients import Gradients
+from shardwise.engine.gradients import Gradients, slices_of
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.placements import MeshPlacement
 from shardwise.engine.storage import (
@@ -34,28 +34,12 @@ from shardwise.engine.storage import (
     fingerprint,
 )
 from shardwise.engine.torch_private import parameters_of
-from shardwise.planning.rows import Layout, Rows
+from shardwise.planning.rows import Layout
 from shardwise.planning.strategies import choose_gather
 from shardwise.schedule.unit import ScheduledUnit, State
 
 if TYPE_CHECKING:
     from shardwise.engine.attach import Options
-
-
-class Way(Protocol):
-    """Anything that gathers."""
-
-    stages: bool  # what arrives has to be copied out: `full` is not written before `unpack`
-
-    @property
-    def is_current(self) -> bool:
-        """This rank's piece of `full` is what the source holds now."""
-
-    def take_back(self) -> None:
-        """Copy this rank's piece of `full` to the source, where it is another."""
-
-    def start(self) -> tuple[Handle, Unpack]:
-        """Issue the gather; `unpack` is to run when it has ended."""
 
 
 class Route:
@@ -92,14 +76,13 @@ class Route:
         cut_inside = [not whole and layout.rows[i].dim > 0 for i in moved]
         self.scattered = any(cut_inside) and group.size > 1
         if self.scattered:
-            self.parts = [
-                _slices(flat, layout.rows[i]) if inside else part
-                for i, flat, part, inside in zip(
-                    moved, self.flats, self.parts, cut_inside, strict=True
-                )
-            ]
+            for at, (i, flat) in enumerate(zip(moved, self.flats, strict=True)):
+                if cut_inside[at]:
+                    rows = layout.rows[i]
+                    self.parts[at] = slices_of(flat.view(rows.shape), rows)
         self.copies = source.dtype != full.dtype or source.device != full.device
         self.mode = self._choose(mode)
+        # What arrives has to be copied out: `full` is not written before `unpack`.
         self.stages = self.mode == "packed" and group.size > 1
 
     def _choose(self, asked: str) -> str:
@@ -111,7 +94,9 @@ class Route:
 
     @property
     def is_current(self) -> bool:
-        """For dims other than 0 nobody looks."""
+        """This rank's piece of `full` is what the source holds now. For dims other than 0 nobody
+        looks.
+        """
         pairs = zip(self.own, self.pieces, strict=True)
         return not self.scattered and all(torch.equal(own, piece.to(own)) for own, piece in pairs)
 
@@ -165,11 +150,6 @@ class Route:
         return self.group.all_gather(flat, own, self.custom), unpack
 
 
-def _slices(flat: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """A whole parameter as (ranks, *slice), for one that is cut along another dim than 0."""
-    return flat.view(rows.shape).unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0)
-
-
 class Kept(Buffer):
     """The piece, and the `route` from the group's pieces back to the full parameters."""
 
@@ -178,8 +158,9 @@ class Kept(Buffer):
     ) -> None:
         """Needs full parameters with memory. With `mesh` users see the pieces meanwhile."""
         layout, full = parameters.layout, parameters.full_bytes
-        super().__init__(layout.full_numel // group.size, full.dtype, full.device)
-        self.route = Route(group, layout, self.flat, full, mode, whole=True)
+        piece = full.new_empty(layout.full_numel // group.size)
+        super().__init__(piece)
+        self.route = Route(group, layout, piece, full, mode, whole=True)
         # What hangs in the modules meanwhile: the module's own dict, the key in it, the parameter.
         self.places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         if mesh is not None:
@@ -264,7 +245,7 @@ class Unit(ScheduledUnit):
         self.executor = executor
         self.arrived = executor.make_event()  # a gather's end, recorded anew each time
         self.packed = executor.make_event()
-        self._home: Way | None = None
+        self._home: Route | ExtendedRoute | None = None
         self.kept_buffer: Kept | None = None
         if not p.aliased:
             self._home = self._make_way()
@@ -288,20 +269,14 @@ class Unit(ScheduledUnit):
         self.prepared = True
         self.follow_requires_grad()
 
-    def _make_way(self) -> Way:
+    def _make_way(self) -> Route | ExtendedRoute:
         """How a gather fills the full parameters."""
         p, options = self.parameters, self.options
         if isinstance(p, ExtendedParameters):
             return ExtendedRoute(p)
         with p.buffer.present():
-            return Route(
-                self.mesh.shard,
-                p.layout,
-                p.master,
-                p.full_bytes,
-                options.gather,
-                options.custom_gather,
-            )
+            group, mode, custom = self.mesh.shard, options.gather, options.custom_gather
+            return Route(group, p.layout, p.master, p.full_bytes, mode, custom)
 
     def reroute(self) -> None:
         """Gather by the options as they are now."""
@@ -388,7 +363,7 @@ class Unit(ScheduledUnit):
             self._home.take_back()
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Route | ExtendedRoute:
         """How the next gather goes: from the shards, or from pieces that a smaller group keeps."""
         way = self.kept_buffer.route if self.piece and self.kept_buffer is not None else self._home
         assert way is not None
@@ -406,15 +381,13 @@ class Unit(ScheduledUnit):
                 places[key] = parameter
             self.is_shown = bool(self.kept_buffer.places)
 
-    def take_over(self, placeholder: nn.Parameter | None) -> None:
+    def take_over(self, shown: nn.Parameter) -> None:
         """What stood in for an extended parameter's whole, which its first gather made, gives it
         its hooks and its places.
         """
-        if placeholder is None:
-            return
-        shown = self.parameters.shown[0]
-        shown.__dict__.update(placeholder.__dict__)
-        for hook in (torch_private.accumulated_hooks(placeholder) or {}).values():
+        stood_in = self.places[0][2]
+        shown.__dict__.update(stood_in.__dict__)
+        for hook in (torch_private.accumulated_hooks(stood_in) or {}).values():
             shown.register_post_accumulate_grad_hook(hook)
         self.places = [(places, key, shown, visible) for places, key, _, visible in self.places]
         if self.gradients is not None:

@@ -20,7 +20,6 @@ from torch import nn
 
 from shardwise.engine import torch_private
 from shardwise.engine.engine import Engine
-from shardwise.engine.extended import Memory
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.marks import BufferMark, Marks, RangeMark
 from shardwise.profiling.pieces import HostPieces
@@ -106,11 +105,10 @@ def find_owners(
         for buffer, role in held:
             if buffer is None:
                 continue
-            flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
-            nbytes = sum(flat.nbytes for flat in flats)
+            nbytes = sum(tensor.nbytes for tensor in buffer.tensors)
             owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
-            for flat in flats:
-                owners.add(flat, role, unit.name)
+            for tensor in buffer.tensors:
+                owners.add(tensor, role, unit.name)
     for name, parameter in model.named_parameters() if model is not None else ():
         owners.add(parameter.data, "parameters", name)
         owners.add(parameter.grad, "gradients", name)

@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.engine import marks, torch_private
+from shardwise.engine import torch_private
+from shardwise.engine.executor import marked
 
 Step = Callable[[], None]
 Watched = TypeVar("Watched")
@@ -203,7 +204,7 @@ def time_idle_mark() -> float:
     """Nanoseconds of a mark that no profile listens to."""
 
     def mark() -> None:
-        with marks.range("gather", "unit"):
+        with marked("gather", "unit"):
             pass
 
     count = 100_000
