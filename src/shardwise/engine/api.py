@@ -18,7 +18,7 @@ from shardwise.engine.mesh import Mesh, mesh_of
 from shardwise.engine.parameter_runs import ELEMENTWISE
 from shardwise.engine.state import copy_module, repeat_unit
 from shardwise.engine.unit import Unit
-from shardwise.planning.plan import DTYPES, Plan
+from shardwise.planning.plan import Plan, find_dtype
 
 _ONE_WAY = (
     "a model is sharded by sw.shard(model, plan) or by fully_shard, not by both: leave one of them "
@@ -60,8 +60,7 @@ def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
         No communication.
         """
         for unit in units:
-            if unit.prepared:
-                unit.free()
+            unit.free()
         for node in nodes:
             node.unhang()
             del node.module.__dict__["__deepcopy__"]
@@ -106,8 +105,7 @@ def _hang(model: nn.Module, plan: Plan, engine: Engine) -> list[Node]:
     for unit in engine.units:
         for module in unit.modules:
             by_module.setdefault(id(module), (module, []))[1].append(unit)
-    computes = DTYPES[plan.compute_dtype] if plan.compute_dtype else None
-    outputs = DTYPES[plan.output_dtype] if plan.output_dtype else None
+    computes, outputs = find_dtype(plan.compute_dtype), find_dtype(plan.output_dtype)
     nodes = []
     for module, units in by_module.values():
         is_root = module is model

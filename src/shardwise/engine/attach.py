@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.engine.mesh import Mesh, default_device, unsharded
 from shardwise.engine.storage import Member, Offload
 from shardwise.engine.unit import Unit
-from shardwise.planning.plan import DTYPES, Plan
+from shardwise.planning.plan import Plan, find_dtype
 from shardwise.planning.units import places
 from shardwise.schedule.policy import UnitPolicy
 
@@ -93,29 +93,25 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
     units = []
     for spec in specs:
         is_root = spec.modules == ("",)
+        options = Options(
+            **vars(plan.unit_policy(is_root)),
+            compute_dtype=find_dtype(plan.compute_dtype),
+            reduce_dtype=find_dtype(plan.reduce_dtype),
+            gather=plan.gather,
+            plain=plan.strategy.state == "replicate",
+        )
         unit = Unit(
             spec.name,
             [modules[name] for name in spec.modules],
             [members[p.name] for p in spec.parameters],
             all_ranks if spec.whole else mesh,
-            options_of(plan, is_root),
+            options,
             is_root,
         )
         if plan.average:
-            divide(unit.options, unit.options.dtypes(unit.parameters.dtype)[1], plan.world)
+            divide(options, options.dtypes(unit.parameters.dtype)[1], plan.world)
         units.append(unit)
     return units
-
-
-def options_of(plan: Plan, is_root: bool) -> Options:
-    """What a Plan says of one unit."""
-    return Options(
-        **vars(plan.unit_policy(is_root)),
-        compute_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
-        reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
-        gather=plan.gather,
-        plain=plan.strategy.state == "replicate",
-    )
 
 
 def owners_of(units: list[Unit]) -> list[nn.Module]:

@@ -103,9 +103,8 @@ class Engine:
         self.schedule.reduces.finish()
         self.executor = self.schedule.executor = self.schedule.reduces.executor = executor
         for unit in self.units:
-            if unit.prepared:
-                unit.wait()
-                unit.executor = executor
+            unit.wait()
+            unit.executor = executor
 
     def interrupt(self, message: str) -> None:
         """A micro-batch loop was left early: drop what its step has summed. Whoever then wants to
@@ -181,7 +180,9 @@ class Engine:
         if any([unit.follow() or not unit.prepared for unit in others]):
             self._prepare()
         self._compare_values()
-        self.follow_requires_grad()
+        # Parameters may be frozen or unfrozen since the last pass.
+        if any([unit.follow_requires_grad() for unit in self.units]):
+            self._follow_gradients()
         self._renew(others)
 
     def _renew(self, units: Sequence[Unit]) -> None:
@@ -328,11 +329,6 @@ class Engine:
         self.schedule.abandon()
 
     # What is trained
-
-    def follow_requires_grad(self) -> None:
-        """Notice parameters frozen or unfrozen since the last pass."""
-        if any([unit.follow_requires_grad() for unit in self.units]):
-            self._follow_gradients()
 
     def _follow_gradients(self) -> None:
         """Other parameters are trained than before, or they stand in other memory."""

@@ -34,6 +34,8 @@ class Gradients:
         mesh = self.mesh = parameters.mesh
         self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
         self._dtype = parameters.dtype
+        # The sums have the reduce's dtype and device.
+        self.sums_as_reduced = reduce_dtype == self._dtype and self.offload is None
         rows = [parameters.layout.rows[i] for i in trainable]
         shapes, dims = [r.shape for r in rows], [r.dim for r in rows]
         self.layout = layout = lay_out(shapes, mesh.shard.size, dims)
@@ -90,11 +92,6 @@ class Gradients:
             return
         pairs = zip(self.flat.split(self._parts), self._like, strict=True)
         self.locals = [part[: like.numel()].view(like.shape) for part, like in pairs]
-
-    @property
-    def sums_as_reduced(self) -> bool:
-        """The sums have the reduce's dtype and device."""
-        return self.reduce_dtype == self._dtype and self.offload is None
 
     @property
     def nbytes(self) -> int:

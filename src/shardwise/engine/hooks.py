@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -72,11 +73,13 @@ class Node:
             return
 
         # `module.compile()` compiles the hooks too; these must run outside the compiled code.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.before(module, args, kwargs)
-            return self.after(module, args, compiled(*args, **kwargs))
-
+        call = functools.partial(self.run, compiled)
         torch_private.set_compiled_call(module, call)
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function` as the module's forward."""
+        args, kwargs = self.before(self.module, args, kwargs)
+        return self.after(self.module, args, function(*args, **kwargs))
 
     def unhang(self) -> None:
         """Take them off again."""
@@ -88,8 +91,10 @@ class Node:
     @torch_private.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before forward: bring the units together; cast and watch the inputs."""
-        if self._bring_units() and self.input_device is not None:
-            args, kwargs = move_to((args, kwargs), self.input_device)
+        begins, device = self._bring_units(), self.input_device
+        if begins and device is not None:
+            moved = transform((args, kwargs), lambda t: t if t.device == device else t.to(device))
+            args, kwargs = moved
         if self.input_dtype is not None:
             args, kwargs = cast_to((args, kwargs), self.input_dtype)
         if self.tracks_inputs and torch.is_grad_enabled():
@@ -205,7 +210,9 @@ class Node:
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
         trains = torch.is_grad_enabled() and self.module.training
-        opaque = next(opaque_in(output), None) if trains else None
+        # What could hide a tensor from `tensors_in`.
+        hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, _PLAIN))
+        opaque = next(hidden, None) if trains else None
         if opaque is not None and self.engine.schedule.reduce_order:
             raise RuntimeError(
                 f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
@@ -327,16 +334,6 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in `value`."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def opaque_in(value: Any) -> Iterator[Any]:
-    """Everything in `value` that could hide a tensor from `tensors_in`."""
-    return (leaf for leaf in leaves(value) if not isinstance(leaf, _PLAIN))
-
-
-def move_to(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor on `device`; the same object if all are."""
-    return transform(value, lambda t: t if t.device == device else t.to(device))
 
 
 def cast_to(value: Any, dtype: torch.dtype) -> Any:

@@ -232,11 +232,8 @@ def _wait_until_idle() -> None:
     until, idle = time.monotonic() + _PATIENCE_S, 0
     while idle < 3 and time.monotonic() < until:
         time.sleep(_NAP_S)
-        idle = 0 if any(_is_busy(task) for task in _threads()) else idle + 1
-
-
-def _threads() -> list[Path]:
-    return list(_TASKS.iterdir()) if _TASKS.is_dir() else []
+        tasks = list(_TASKS.iterdir()) if _TASKS.is_dir() else []
+        idle = 0 if any(map(_is_busy, tasks)) else idle + 1
 
 
 def _is_busy(task: Path) -> bool:

@@ -156,7 +156,7 @@ Copies = dict[int, nn.Module]  # by the identity of the module that was copied
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, Copies]:
     """A deep copy with this rank's rows of every parameter, sharded by nobody yet, and which module
-    became which. The hooks of `module` have to be off.
+    became which. The hooks of `module` have to be off, and its units free.
     """
     twin = copy.deepcopy(module, memo)
     pairs = zip(module.modules(), twin.modules(), strict=True)
@@ -171,11 +171,8 @@ def repeat_unit(unit: Unit, copies: Copies) -> Unit:
         module, key = places[0]
         original = cast(nn.Parameter, parameters_of(module)[key])
         names = list(member.names)
-        members.append(
-            replace(
-                member, names=names, places=places, original=original, sharded=True, stays=False
-            )
-        )
+        again = replace(member, names=names, places=places, original=original)
+        members.append(replace(again, sharded=True, stays=False))
     modules = [copies[id(module)] for module in unit.modules]
     options = replace(unit.options, gather_ahead=None, gather_ahead_backward=None)
     return Unit(unit.name, modules, members, unit.mesh, options, unit.is_root)

@@ -28,11 +28,7 @@ from shardwise.engine.extended import ExtendedParameters, ExtendedRoute, is_exte
 from shardwise.engine.gradients import Gradients, slices_of
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.placements import MeshPlacement
-from shardwise.engine.storage import (
-    Member,
-    Parameters,
-    fingerprint,
-)
+from shardwise.engine.storage import Member, Parameters, fingerprint
 from shardwise.engine.torch_private import parameters_of
 from shardwise.planning.rows import Layout
 from shardwise.planning.strategies import choose_gather

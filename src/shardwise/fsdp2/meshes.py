@@ -13,9 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import (
-    PerWorld,
-)
+from shardwise.engine.collectives import PerWorld
 from shardwise.engine.mesh import (
     AXES,
     Mesh,

@@ -12,15 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from shardwise.engine.attach import (
-    divide,
-)
-from shardwise.engine.checks import (
-    explain,
-)
-from shardwise.engine.unit import (
-    Unit,
-)
+from shardwise.engine.attach import divide
+from shardwise.engine.checks import explain
+from shardwise.engine.unit import Unit
 from shardwise.fsdp2 import memory
 from shardwise.fsdp2.sharding import Sharding, copy_sharded, sharding_of, shardings_in
 
@@ -78,8 +72,7 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Free this module's full parameters, not those of modules in it."""
         for unit in _units(self):
-            if unit.prepared:
-                unit.free()
+            unit.free()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's full parameters, not those of modules in it."""

@@ -19,23 +19,15 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwise.engine import (
-    checks,
-    torch_private,
-)
+from shardwise.engine import checks, torch_private
 from shardwise.engine.api import bind, unbind
 from shardwise.engine.attach import owners_of
 from shardwise.engine.engine import Engine, Structure
-from shardwise.engine.executor import (
-    TensorExecutor,
-)
+from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, is_extended
 from shardwise.engine.hooks import Node
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.state import (
-    copy_module,
-    repeat_unit,
-)
+from shardwise.engine.state import copy_module, repeat_unit
 from shardwise.engine.storage import Member
 from shardwise.engine.unit import Unit
 from shardwise.schedule.policy import Policy
@@ -118,12 +110,13 @@ class Sharding(torch_private.FSDPState):
         if self.engine is not None:
             self.engine.share(executor)
         for unit in self.units:
-            if unit.prepared:
-                unit.executor = executor
+            unit.executor = executor
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
         """Inside, the modules are as they were before the call, but for their parameters."""
+        for unit in self.units:
+            unit.free()
         for node in self.nodes:
             node.unhang()
         for handle in self._handles:
@@ -286,10 +279,6 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     The copy starts as a model that has not run: its first forward forms an engine of its own.
     """
     shardings = shardings_in(module)
-    units = [unit for sharding in shardings for unit in sharding.units]
-    for unit in units:
-        if unit.prepared:
-            unit.free()
     with ExitStack() as stack:
         for sharding in shardings:
             stack.enter_context(sharding.taken_off())

@@ -12,16 +12,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.engine.api import check_unplanned
-from shardwise.engine.attach import (
-    Options,
-    divide,
-)
+from shardwise.engine.attach import Options, divide
 from shardwise.engine.extended import is_extended
 from shardwise.engine.storage import Member, Offload
 from shardwise.engine.torch_private import DataParallelMeshDims, parameters_of
-from shardwise.engine.unit import (
-    Unit,
-)
+from shardwise.engine.unit import Unit
 from shardwise.fsdp2 import meshes, ties
 from shardwise.fsdp2.meshes import Axes
 from shardwise.fsdp2.module import FSDPModule, become_sharded

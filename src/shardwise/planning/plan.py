@@ -19,17 +19,15 @@ from shardwise.errors import nearest
 from shardwise.planning import memory
 from shardwise.planning.settings import Settings, parse_mesh
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
-from shardwise.planning.units import (
-    BUCKET_BYTES,
-    MIB,
-    Cut,
-    Whole,
-    cut_buckets,
-    cut_units,
-)
+from shardwise.planning.units import BUCKET_BYTES, MIB, Cut, Whole, cut_buckets, cut_units
 from shardwise.schedule.policy import Policy, UnitPolicy
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def find_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]
+
 
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
 # seed 001's two communication sizes.
@@ -281,9 +279,8 @@ class Plan:
         master = getattr(torch, own)
         if not master.is_floating_point:
             return master, master, master
-        compute = DTYPES[self.compute_dtype] if self.compute_dtype else master
-        reduce = DTYPES[self.reduce_dtype] if self.reduce_dtype else master
-        return master, compute, reduce
+        compute, reduce = find_dtype(self.compute_dtype), find_dtype(self.reduce_dtype)
+        return master, compute or master, reduce or master
 
     def resolve(self, model: nn.Module) -> Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan
