@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.placements import MeshPlacement
+from shardwise.engine.mesh import MeshPlacement
 from shardwise.engine.torch_private import foreach_copy_, is_wrapper, local_of
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (

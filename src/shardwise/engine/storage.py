@@ -62,8 +62,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.collectives import Buffer
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.placements import DTensorParameter, MeshPlacement
+from shardwise.engine.mesh import DTensorParameter, Mesh, MeshPlacement
 from shardwise.engine.torch_private import (
     MemoryIdentity,
     count_writes,

@@ -26,8 +26,7 @@ from shardwise.engine.collectives import (
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, ExtendedRoute, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.placements import MeshPlacement
+from shardwise.engine.mesh import Mesh, MeshPlacement
 from shardwise.engine.storage import Member, Parameters, fingerprint
 from shardwise.engine.torch_private import parameters_of
 from shardwise.planning.rows import Layout

@@ -16,14 +16,15 @@ from shardwise.engine import torch_private
 from shardwise.engine.collectives import PerWorld
 from shardwise.engine.mesh import (
     AXES,
+    DTensorParameter,
     Mesh,
+    MeshPlacement,
     check_backend,
     default_device,
     groups_on,
     shared_mesh,
     start_alone,
 )
-from shardwise.engine.placements import DTensorParameter, MeshPlacement
 from shardwise.engine.torch_private import DataParallelMeshDims
 
 
