@@ -96,7 +96,7 @@ class Engine:
             if not unit.prepared:
                 unit.prepare(self.executor)
         checks.mark(self)
-        self._follow_gradients()
+        self._lay_out_gradients()
 
     def share(self, executor: TensorExecutor) -> None:
         """Move on other lanes from now on."""
@@ -172,17 +172,17 @@ class Engine:
         others are looked at, so that the host does that while it travels.
         """
         known = not self.agreement.first_pass
-        early = [unit for unit in first if known and unit.prepared and not unit.follow()]
+        early = [unit for unit in first if known and unit.prepared and not unit.adopt_changes()]
         self._renew(early)
         for unit in early:
             unit.gather()
         others = [unit for unit in self.units if unit not in early]
-        if any([unit.follow() or not unit.prepared for unit in others]):
+        if any([unit.adopt_changes() or not unit.prepared for unit in others]):
             self._prepare()
         self._compare_values()
         # Parameters may be frozen or unfrozen since the last pass.
-        if any([unit.follow_requires_grad() for unit in self.units]):
-            self._follow_gradients()
+        if any([unit.adopt_requires_grad() for unit in self.units]):
+            self._lay_out_gradients()
         self._renew(others)
 
     def _renew(self, units: Sequence[Unit]) -> None:
@@ -330,7 +330,7 @@ class Engine:
 
     # What is trained
 
-    def _follow_gradients(self) -> None:
+    def _lay_out_gradients(self) -> None:
         """Other parameters are trained than before, or they stand in other memory."""
         self.relayouts += 1
         self.agreement.first = True

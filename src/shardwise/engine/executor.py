@@ -136,13 +136,13 @@ class TensorExecutor:
     # A unit
 
     def gather(self, unit: Unit) -> None:
-        p, lane, way = unit.parameters, self.gathers, unit.way
+        p, lane, gather = unit.parameters, self.gathers, unit.next_gather
         unit.gathered_version = unit.version
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.
-        if self.ordered or not way.stages:
+        if self.ordered or not gather.stages:
             p.buffer.allocate()
         with marked("gather", unit.name), lane.behind_compute:
-            handle, unpack = way.start()
+            handle, unpack = gather.start()
             if self.ordered:
                 handle.wait()
                 unpack()
@@ -171,12 +171,12 @@ class TensorExecutor:
         unit.parameters.buffer.release()
 
     def shrink(self, unit: Unit) -> None:
-        assert unit.kept_buffer is not None
-        unit.kept_buffer.fill()
+        assert unit.kept_piece is not None
+        unit.kept_piece.fill()
 
     def forget_piece(self, unit: Unit) -> None:
-        assert unit.kept_buffer is not None
-        unit.kept_buffer.release()
+        assert unit.kept_piece is not None
+        unit.kept_piece.release()
 
     # A reduce
 

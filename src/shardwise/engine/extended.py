@@ -95,7 +95,7 @@ class ExtendedParameters(Parameters):
         self.buffer, self.made = Buffer(*inner), True
 
 
-class ExtendedRoute:
+class ExtendedGather:
     """The gather of such a parameter: its tensors' bytes in one call."""
 
     stages = False

@@ -35,7 +35,7 @@ def full_state_dict(
     wanted = not rank0_only or dist.get_rank() == 0
     whole: dict[str, torch.Tensor] = {}
     for unit in engine.units:
-        unit.follow()
+        unit.adopt_changes()
         unit.hide()
         unit.parameters.copy_tied_rows()
         for names, tensor in _gather_masters(unit):
@@ -80,7 +80,7 @@ def broadcast(model: nn.Module) -> None:
         return
     engine = engine_of(model)
     for unit in engine.units:
-        unit.follow()
+        unit.adopt_changes()
         unit.parameters.forget_checksums()
         master, layout = unit.parameters.master, unit.parameters.layout
         unit.mesh.replicate.broadcast(master)

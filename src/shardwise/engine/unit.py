@@ -24,7 +24,7 @@ from shardwise.engine.collectives import (
     nothing_to_unpack,
 )
 from shardwise.engine.executor import TensorExecutor
-from shardwise.engine.extended import ExtendedParameters, ExtendedRoute, is_extended
+from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
 from shardwise.engine.mesh import Mesh, MeshPlacement
 from shardwise.engine.storage import Member, Parameters, fingerprint
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardwise.engine.attach import Options
 
 
-class Route:
+class UnitGather:
     """From `source`, this rank's piece of every parameter, to `full` by gathers over `group`."""
 
     def __init__(
@@ -145,8 +145,8 @@ class Route:
         return self.group.all_gather(flat, own, self.custom), unpack
 
 
-class Kept(Buffer):
-    """The piece, and the `route` from the group's pieces back to the full parameters."""
+class KeptPiece(Buffer):
+    """The piece, and the `gather` from the group's pieces back to the full parameters."""
 
     def __init__(
         self, parameters: Parameters, group: Group, mesh: DeviceMesh | None, mode: str
@@ -155,7 +155,7 @@ class Kept(Buffer):
         layout, full = parameters.layout, parameters.full_bytes
         piece = full.new_empty(layout.full_numel // group.size)
         super().__init__(piece)
-        self.route = Route(group, layout, piece, full, mode, whole=True)
+        self.gather = UnitGather(group, layout, piece, full, mode, whole=True)
         # What hangs in the modules meanwhile: the module's own dict, the key in it, the parameter.
         self.places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         if mesh is not None:
@@ -167,7 +167,7 @@ class Kept(Buffer):
         DTensor has.
         """
         moved = [i for i, rows in enumerate(parameters.layout.rows) if rows.part > 0]
-        for i, piece in zip(moved, self.route.pieces, strict=True):
+        for i, piece in zip(moved, self.gather.pieces, strict=True):
             rows, member = parameters.layout.rows[i], parameters.members[i]
             if not rows.even or rows.dim or member.dtensor is not None:
                 continue
@@ -180,7 +180,7 @@ class Kept(Buffer):
     def fill(self) -> None:
         """Take this rank's piece from the full parameters."""
         self.allocate()
-        torch_private.foreach_copy_(self.route.pieces, self.route.own)
+        torch_private.foreach_copy_(self.gather.pieces, self.gather.own)
 
 
 class Unit(ScheduledUnit):
@@ -234,21 +234,21 @@ class Unit(ScheduledUnit):
                 parameters_of(module)[key] = visible
 
     def prepare(self, executor: TensorExecutor) -> None:
-        """Make all that only a running unit needs: full parameters, routes, gradients."""
+        """Make all that only a running unit needs: full parameters, gathers, gradients."""
         p, options = self.parameters, self.options
         p.prepare(options.dtypes(p.dtype)[0])
         self.executor = executor
         self.arrived = executor.make_event()  # a gather's end, recorded anew each time
         self.packed = executor.make_event()
-        self._home: Route | ExtendedRoute | None = None
-        self.kept_buffer: Kept | None = None
+        self._from_shards: UnitGather | ExtendedGather | None = None
+        self.kept_piece: KeptPiece | None = None
         if not p.aliased:
-            self._home = self._make_way()
-            if self.mesh.keep is not None and isinstance(self._home, Route):
+            self._from_shards = self._make_gather()
+            if self.mesh.keep is not None and isinstance(self._from_shards, UnitGather):
                 mesh = self.mesh.keep_mesh if options.stays_shown else None
-                self.kept_buffer = Kept(p, self.mesh.keep, mesh, options.gather)
+                self.kept_piece = KeptPiece(p, self.mesh.keep, mesh, options.gather)
             p.buffer.release()  # every view is made; the bytes come with the first gather
-        self.keeps_piece = self.kept_buffer is not None
+        self.keeps_piece = self.kept_piece is not None
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
         self.places = [
             (parameters_of(module), key, shown, visible)
@@ -262,24 +262,24 @@ class Unit(ScheduledUnit):
         self.gathered_version = -1
         self.trainable = ()
         self.prepared = True
-        self.follow_requires_grad()
+        self.adopt_requires_grad()
 
-    def _make_way(self) -> Route | ExtendedRoute:
+    def _make_gather(self) -> UnitGather | ExtendedGather:
         """How a gather fills the full parameters."""
         p, options = self.parameters, self.options
         if isinstance(p, ExtendedParameters):
-            return ExtendedRoute(p)
+            return ExtendedGather(p)
         with p.buffer.present():
             group, mode, custom = self.mesh.shard, options.gather, options.custom_gather
-            return Route(group, p.layout, p.master, p.full_bytes, mode, custom)
+            return UnitGather(group, p.layout, p.master, p.full_bytes, mode, custom)
 
-    def reroute(self) -> None:
+    def remake_gather(self) -> None:
         """Gather by the options as they are now."""
-        if self.prepared and self._home is not None:
+        if self.prepared and self._from_shards is not None:
             self.free()
-            self._home = self._make_way()
+            self._from_shards = self._make_gather()
 
-    def follow(self) -> bool:
+    def adopt_changes(self) -> bool:
         """Take over parameters that were cast, moved or replaced since; true if they were, and the
         unit has to be prepared again.
         """
@@ -308,7 +308,7 @@ class Unit(ScheduledUnit):
                 return False
         return True
 
-    def follow_requires_grad(self) -> bool:
+    def adopt_requires_grad(self) -> bool:
         """Take over which visible parameters are trainable now; true if that changed."""
         p = self.parameters
         trainable = tuple([visible.requires_grad for visible in p.visible])
@@ -333,36 +333,37 @@ class Unit(ScheduledUnit):
         """This rank's own rows, as they were gathered, are those of the masters now."""
         self.wait()
         self.parameters.copy_tied_rows()
-        return self._home is not None and self._home.is_current
+        return self._from_shards is not None and self._from_shards.is_current
 
     def keep_evaluated(self) -> None:
         """After an evaluation: stay gathered, and shown unless the optimizer's step is still to
         come, before which a program asks the parameters for their gradients. Remember the masters:
         what it writes to them until the next pass is told so from what it writes to the shown ones.
         """
-        p, gradients = self.parameters, self.gradients
+        gradients = self.gradients
         stepped = self.attached_version != self.version
         if gradients is not None and not stepped and not gradients.cleared:
             self.hide()
-        elif self.is_shown and self._home is not None and not isinstance(p, ExtendedParameters):
-            self._noted = fingerprint(p.master)
+        elif self.is_shown and isinstance(self._from_shards, UnitGather):
+            self._noted = fingerprint(self.parameters.master)
 
     def take_writes(self) -> None:
         """Carry what was written to the shown parameters since an evaluation to the masters."""
         noted, self._noted = self._noted, None
-        if noted is None or self._home is None:
+        if noted is None or self._from_shards is None:
             return
         self.wait()
         self.parameters.restore_shown()
         if not self.is_current and torch.equal(noted, fingerprint(self.parameters.master)):
-            self._home.take_back()
+            self._from_shards.take_back()
 
     @property
-    def way(self) -> Route | ExtendedRoute:
+    def next_gather(self) -> UnitGather | ExtendedGather:
         """How the next gather goes: from the shards, or from pieces that a smaller group keeps."""
-        way = self.kept_buffer.route if self.piece and self.kept_buffer is not None else self._home
-        assert way is not None
-        return way
+        if self.piece and self.kept_piece is not None:
+            return self.kept_piece.gather
+        assert self._from_shards is not None
+        return self._from_shards
 
     def gather(self) -> None:
         if self.parameters.tied:
@@ -371,10 +372,10 @@ class Unit(ScheduledUnit):
 
     def shrink(self) -> None:
         super().shrink()
-        if self.piece and self.kept_buffer is not None:
-            for places, key, parameter in self.kept_buffer.places:
+        if self.piece and self.kept_piece is not None:
+            for places, key, parameter in self.kept_piece.places:
                 places[key] = parameter
-            self.is_shown = bool(self.kept_buffer.places)
+            self.is_shown = bool(self.kept_piece.places)
 
     def take_over(self, shown: nn.Parameter) -> None:
         """What stood in for an extended parameter's whole, which its first gather made, gives it

@@ -214,7 +214,7 @@ class FSDPModule(TorchFSDPModule):
         """Gather this module by `comm` (torch's AllGather: `allocate`, and a call)."""
         for unit in _one_group(self, "set_custom_all_gather"):
             unit.options.custom_gather = comm
-            unit.reroute()
+            unit.remake_gather()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter this module by `comm` (torch's ReduceScatter)."""
@@ -225,13 +225,13 @@ class FSDPModule(TorchFSDPModule):
         """Take the buffers of collectives from the process group's allocator, if it has one."""
         for unit in _units(self):
             memory.allocate_from_group(unit, enable)
-            unit.reroute()
+            unit.remake_gather()
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Take the gathers' buffers from symmetric memory (NCCL only)."""
         for unit in _units(self):
             memory.allocate_symmetric(unit, backend)
-            unit.reroute()
+            unit.remake_gather()
 
     def _get_fsdp_state(self) -> Sharding:
         sharding = sharding_of(cast(nn.Module, self))
@@ -244,7 +244,7 @@ class FSDPModule(TorchFSDPModule):
         self.reshard()
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in _units(self):
-            unit.follow()
+            unit.adopt_changes()
         return result
 
 

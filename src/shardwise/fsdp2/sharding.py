@@ -72,7 +72,7 @@ class Sharding(torch_private.FSDPState):
         """Make the units ready to be gathered outside a forward."""
         self._set_extended_apart()
         for unit in self.units:
-            unit.follow()
+            unit.adopt_changes()
             if not unit.prepared:
                 checks.check_memory([unit])
                 unit.prepare(self.get_executor())
@@ -218,7 +218,7 @@ class Sharding(torch_private.FSDPState):
         _name_units(root, shardings)
         for unit in units:
             unit.is_root = unit in self.units
-            unit.follow()
+            unit.adopt_changes()
         executor = next((s.executor for s in shardings if s.executor is not None), None)
         policy = Policy(reduce_depth=max(sharding.reduce_depth for sharding in shardings))
         mesh = units[0].mesh if units else self.mesh

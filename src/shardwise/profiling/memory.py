@@ -91,7 +91,7 @@ def find_owners(
         owners.add(unit.parameters.master, "parameters", unit.name)
         if not unit.prepared:
             continue
-        held: list[tuple[Any, str]] = [(unit.kept_buffer, "full")]
+        held: list[tuple[Any, str]] = [(unit.kept_piece, "full")]
         if not unit.parameters.aliased:
             held.append((getattr(unit.parameters, "buffer", None), "full"))
         gradients = unit.gradients
