@@ -1,4 +1,6 @@
-"""Hooks: what a module's forward, and the gradients of its inputs and outputs, tell the engine."""
+"""Hooks: what a module's forward, the gradients of its inputs and outputs, and the steps of
+optimizers tell the engine.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.checks import explain
@@ -307,6 +310,32 @@ class Watch:
             node.before_backward()
         if self.hold is not None:  # what the running backward needs is kept by its end's callback
             self.hold.engine = None
+
+
+class Watcher:
+    """A hook of ours on every optimizer's step; those of others keep a step as torch does it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        # A compiled step is the one on the parameters themselves, without a break for a hook.
+        if torch.compiler.is_compiling():
+            return None
+        if torch_private.compiles_frames():
+            torch_private.uncompiled(self.hook)(*args)
+            return None
+        return self.hook(*args)
+
+
+def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
+    """Call `before` each optimizer's step, also one on local rows, and `after` it with the
+    optimizer as it was; for a profile, which must not change the way that a step goes.
+    """
+    first = torch_optimizer.register_optimizer_step_pre_hook(Watcher(before))
+    # Before all others.
+    torch_private.step_hooks_of_all()[0].move_to_end(first.id, last=False)
+    return [first, torch_optimizer.register_optimizer_step_post_hook(Watcher(after))]
 
 
 _PLAIN = (

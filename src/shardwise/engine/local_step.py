@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import is_
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine import checks, torch_private
 from shardwise.engine.gradients import Gradients
+from shardwise.engine.hooks import Watcher
 from shardwise.engine.parameter_runs import ELEMENTWISE, ParameterRun, find_runs
 from shardwise.engine.torch_private import local_of, local_tensor, writes_of
 
@@ -41,38 +42,12 @@ _NOTHING: StateOfOne = {}
 _KEY = "_shardwise_local_step"
 
 
-class Watcher:
-    """A hook of ours on every optimizer's step; those of others keep a step as torch does it."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-
-    def __call__(self, *args: Any) -> Any:
-        # A compiled step is the one on the parameters themselves, without a break for a hook.
-        if torch.compiler.is_compiling():
-            return None
-        if torch_private.compiles_frames():
-            torch_private.uncompiled(self.hook)(*args)
-            return None
-        return self.hook(*args)
-
-
 @functools.cache  # with the first sharded model, not on import
 def watch_optimizers() -> None:
     """Check every optimizer at its `step` from now on, and let those over sharded parameters step
     on local rows.
     """
     torch_optimizer.register_optimizer_step_pre_hook(Watcher(_before_step))
-
-
-def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
-    """Call `before` each optimizer's step, also one on local rows, and `after` it with the
-    optimizer as it was; for a profile, which must not change the way that a step goes.
-    """
-    first = torch_optimizer.register_optimizer_step_pre_hook(Watcher(before))
-    # Before all others.
-    torch_private.step_hooks_of_all()[0].move_to_end(first.id, last=False)
-    return [first, torch_optimizer.register_optimizer_step_post_hook(Watcher(after))]
 
 
 def _before_step(
