@@ -112,9 +112,3 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
             divide(options, options.dtypes(unit.parameters.dtype)[1], plan.world)
         units.append(unit)
     return units
-
-
-def owners_of(units: list[Unit]) -> list[nn.Module]:
-    """The modules in which the units' parameters hang."""
-    places = [place for u in units for member in u.parameters.members for place in member.places]
-    return list({id(module): module for module, _ in places}.values())

@@ -54,7 +54,11 @@ class Gradients:
         # Packed with the gradients, so of their dtype.
         shape, dtype = (layout.ranks, self.counts), self.shown[0].dtype
         self._ones = torch.ones(shape, dtype=dtype, device=mesh.device)
-        self.slot = self._make_slot()
+        # Permanent, where one multi-tensor copy can pack it: on a GPU, with every gradient cut
+        # evenly among several ranks.
+        even = all(r.even and r.part and not r.dim for r in layout.rows)
+        has_slot = mesh.device.type == "cuda" and even and layout.ranks > 1
+        self.slot = Slot(layout, self.counts, reduce_dtype, mesh.device) if has_slot else None
         self.sums: torch.Tensor | None = None
         self.flat: torch.Tensor | None = None
         self.locals: list[torch.Tensor] = []
@@ -242,15 +246,6 @@ class Gradients:
             return self._ones
         row = [float(i not in missing) for i in range(self.counts)]
         return torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype).to(self.mesh.device)
-
-    def _make_slot(self) -> Slot | None:
-        """A slot with permanent pieces, where one multi-tensor copy can pack it: on a GPU, with
-        every gradient cut evenly among several ranks.
-        """
-        even = all(r.even and r.part and not r.dim for r in self.layout.rows)
-        if self.mesh.device.type == "cuda" and even and self.layout.ranks > 1:
-            return Slot(self.layout, self.counts, self.reduce_dtype, self.mesh.device)
-        return None
 
     def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
         """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""

@@ -131,10 +131,8 @@ class DTensorParameter:
 
 def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
-    _check(plan, device)
     own = plan.device_mesh
-    if own is not None:
-        _check_own(own, device)
+    _check(plan, device)
     both = shared_mesh(device.type, plan.mesh, AXES) if own is None else own
     only = "replicate" if plan.name == "ddp" else "shard"
     axes = AXES if both.ndim == 2 else (only,)
@@ -161,8 +159,11 @@ def groups_on(
     if device.type == "cpu":
         processor.settle()
     replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
-    small = _mesh_of_neighbours(mesh, keep) if keep else None
-    kept = _group("keep", small, ("outer", "keep")) if small is not None else None
+    if not keep:
+        return Mesh(device, replicate, shard, seen or mesh)
+    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), keep)
+    small = _meshes.get(key, lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, keep)))
+    kept = _group("keep", small, ("outer", "keep"))
     return Mesh(device, replicate, shard, seen or mesh, kept, small)
 
 
@@ -225,28 +226,9 @@ def shared_mesh(
     )
 
 
-def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of a mesh in rows of `size` neighbours."""
-    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), size)
-    return _meshes.get(key, lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size)))
-
-
-def _check_own(mesh: DeviceMesh, device: torch.device) -> None:
-    """Error for a caller's mesh of another device, or with its ranks in another order: the groups
-    beside it (of host values, of all ranks, of those that keep a unit together) follow the world's.
-    """
-    if mesh.device_type != device.type:
-        raise ValueError(f"the model is on {device}, but the Plan's mesh is for {mesh.device_type}")
-    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
-        raise ValueError(
-            f"the Plan's mesh {mesh} has its ranks in another order than the world; use "
-            "init_device_mesh, which counts them up"
-        )
-
-
 def _check(plan: Plan, device: torch.device) -> None:
-    """Error when there is no process group, when the world has another size, or the backend cannot
-    move `device`.
+    """Error when there is no process group, when the world has another size, when the backend
+    cannot move `device`, or for a caller's mesh of another device or order.
     """
     if not dist.is_initialized():
         if plan.world > 1:
@@ -269,6 +251,16 @@ def _check(plan: Plan, device: torch.device) -> None:
         else "initialise with backend='cpu:gloo,cuda:nccl'"
     )
     check_backend(dist.group.WORLD, device, f"the model is on {device}", advice)
+    mesh = plan.device_mesh
+    if mesh is not None and mesh.device_type != device.type:
+        raise ValueError(f"the model is on {device}, but the Plan's mesh is for {mesh.device_type}")
+    # The groups beside it (of host values, of all ranks, of those that keep a unit together) follow
+    # the world's order.
+    if mesh is not None and mesh.mesh.flatten().tolist() != list(range(world)):
+        raise ValueError(
+            f"the Plan's mesh {mesh} has its ranks in another order than the world; use "
+            "init_device_mesh, which counts them up"
+        )
 
 
 def check_backend(

@@ -5,7 +5,8 @@ memory for a model on the meta device, deep copies.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -90,17 +91,22 @@ def broadcast(model: nn.Module) -> None:
 
 
 def _broadcast_from_first(tensors: list[torch.Tensor]) -> None:
-    """Broadcast in messages of one dtype and about BROADCAST_BYTES."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.data)
-    for same in by_dtype.values():
-        for group in group_by_bytes(same, lambda t: t.numel() * t.element_size(), BROADCAST_BYTES):
-            flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            dist.broadcast(flat, src=0)
-            for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+    tensors = [tensor.data for tensor in tensors if tensor.numel()]
+    for message in cut_messages(tensors, BROADCAST_BYTES):
+        group = [tensors[i] for i in message]
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        dist.broadcast(flat, src=0)
+        for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def cut_messages(tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[list[int]]:
+    """Numbers of tensors that travel together: of one dtype, and of about `nbytes` in all."""
+    by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        by_dtype[tensor.dtype].append(i)
+    for alike in by_dtype.values():
+        yield from group_by_bytes(alike, lambda i: tensors[i].nbytes, nbytes)
 
 
 @torch.no_grad()

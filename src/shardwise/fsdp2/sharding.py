@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwise.engine import checks, torch_private
 from shardwise.engine.api import bind, unbind
-from shardwise.engine.attach import owners_of
 from shardwise.engine.engine import Engine, Structure
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, is_extended
@@ -148,7 +147,9 @@ class Sharding(torch_private.FSDPState):
             module.__dict__.setdefault(torch_private.REGISTRY_KEY, {})[NAME] = item
             torch_private.insert_module_state(module, self)
         self._handles = []
-        for module in owners_of(self.units):
+        members = [member for unit in self.units for member in unit.parameters.members]
+        owners = {id(module): module for member in members for module, _ in member.places}
+        for module in owners.values():
             self._handles.append(module.register_state_dict_pre_hook(self._before_saving))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_loading))
 
