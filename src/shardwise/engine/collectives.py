@@ -30,23 +30,6 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class Done:
-    """Nothing under way: a group of one rank, or an operation that has ended."""
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = Done()
-
-
-Unpack = Callable[[], None]  # to run when a gather has ended
-
-
-def nothing_to_unpack() -> None:
-    return None
-
-
 class All:
     """Several handles as one."""
 
@@ -56,6 +39,10 @@ class All:
     def wait(self) -> None:
         for handle in self.handles:
             handle.wait()
+
+
+DONE = All(())  # nothing under way: a group of one rank, or an operation that has ended
+Unpack = Callable[[], None] | None  # to run when a gather has ended
 
 
 def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardwise.engine import marks, torch_private
-from shardwise.engine.collectives import DONE, Buffer, Handle, allocate, nothing_to_unpack
+from shardwise.engine.collectives import DONE, Buffer, Handle, allocate
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
 
@@ -145,8 +145,9 @@ class TensorExecutor:
             handle, unpack = gather.start()
             if self.ordered:
                 handle.wait()
-                unpack()
-                handle, unpack = lane.mark(unit.arrived), nothing_to_unpack
+                if unpack is not None:
+                    unpack()
+                handle, unpack = lane.mark(unit.arrived), None
         unit.arriving = handle, unpack
 
     def wait(self, unit: Unit) -> None:
@@ -154,8 +155,9 @@ class TensorExecutor:
         self.gathers.join(handle)
         with marked("copy-out", unit.name):
             p.buffer.allocate()
-            unpack()
-        unit.arriving = DONE, nothing_to_unpack
+            if unpack is not None:
+                unpack()
+        unit.arriving = DONE, None
         if isinstance(p, ExtendedParameters) and unit.places[0][2] is not p.shown[0]:
             unit.take_over(p.shown[0])
 

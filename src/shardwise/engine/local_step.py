@@ -10,7 +10,6 @@ hooks of the user, another optimizer, a compiled step) takes torch's own way, on
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -42,11 +41,17 @@ _NOTHING: StateOfOne = {}
 _KEY = "_shardwise_local_step"
 
 
-@functools.cache  # with the first sharded model, not on import
+_installed = False
+
+
 def watch_optimizers() -> None:
     """Check every optimizer at its `step` from now on, and let those over sharded parameters step
-    on local rows.
+    on local rows. Installed with the first sharded model, not on import.
     """
+    global _installed
+    if _installed:
+        return
+    _installed = True
     torch_optimizer.register_optimizer_step_pre_hook(Watcher(_before_step))
 
 

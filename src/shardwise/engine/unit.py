@@ -13,16 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import (
-    DONE,
-    All,
-    Buffer,
-    Group,
-    Handle,
-    Unpack,
-    allocate,
-    nothing_to_unpack,
-)
+from shardwise.engine.collectives import DONE, All, Buffer, Group, Handle, Unpack, allocate
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
@@ -106,7 +97,7 @@ class UnitGather:
         """Issue the gather; `unpack` is to run when it has ended."""
         if self.group.size == 1:
             self.full.copy_(self.source)
-            return DONE, nothing_to_unpack
+            return DONE, None
         if self.mode == "packed":
             return self._start_packed()
         inputs = self.pieces
@@ -117,12 +108,12 @@ class UnitGather:
             else:
                 torch_private.foreach_copy_(inputs, self.pieces, non_blocking=True)
         if self.mode == "grouped":
-            return self.group.all_gather_grouped(self.flats, inputs), nothing_to_unpack
+            return self.group.all_gather_grouped(self.flats, inputs), None
         handles = [
             self.group.all_gather(flat, piece)
             for flat, piece in zip(self.flats, inputs, strict=True)
         ]
-        return (handles[0] if len(handles) == 1 else All(handles)), nothing_to_unpack
+        return (handles[0] if len(handles) == 1 else All(handles)), None
 
     def _start_packed(self) -> tuple[Handle, Unpack]:
         ranks, numel = self.group.size, self.source.numel()
@@ -217,7 +208,7 @@ class Unit(ScheduledUnit):
         self.gradients: Gradients | None = None
         self.gathered_version = -1  # of the masters, when they were last gathered
         self.attached_version = -1  # and when gradients were last hung on
-        self.arriving: tuple[Handle, Unpack] = DONE, nothing_to_unpack  # the gather under way
+        self.arriving: tuple[Handle, Unpack] = DONE, None  # the gather under way
         self._noted: torch.Tensor | None = None
         self.trainable: tuple[bool, ...] = ()
 
