@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.engine.mesh import Mesh, default_device, unsharded
 from shardwise.engine.storage import Member, Offload
 from shardwise.engine.unit import Unit
-from shardwise.planning.plan import Plan, find_dtype
+from shardwise.planning.plan import Plan, cast_dtypes, find_dtype
 from shardwise.planning.units import places
 from shardwise.schedule.policy import UnitPolicy
 
@@ -38,18 +38,16 @@ class Options(UnitPolicy):
     after_reduce_stream: torch.cuda.Stream | None = None
 
     def dtypes(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and reduce dtype of parameters whose own dtype is `own`. Integers stay."""
-        if not own.is_floating_point:
-            return own, own
-        return self.compute_dtype or own, self.reduce_dtype or own
+        """Compute and reduce dtype of parameters whose own dtype is `own`."""
+        return cast_dtypes(own, self.compute_dtype, self.reduce_dtype)
 
 
-def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
-    """Divide gradients by `factor` in all. A dtype of small range takes about the square root of it
-    before the sum and the rest after, so that neither end of the range is left.
+def divide(unit: Unit, factor: float) -> None:
+    """Divide a unit's gradients by `factor` in all. A dtype of small range takes about the square
+    root of it before the sum and the rest after, so that neither end of the range is left.
     """
-    before = 1.0
-    if reduce_dtype not in (torch.float32, torch.bfloat16):
+    options, before = unit.options, 1.0
+    if options.dtypes(unit.parameters.dtype)[1] not in (torch.float32, torch.bfloat16):
         while factor % before == 0 and factor / before > before:
             before *= 2
     options.divide_before, options.divide_after = before, factor / before
@@ -109,6 +107,6 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
             is_root,
         )
         if plan.average:
-            divide(options, options.dtypes(unit.parameters.dtype)[1], plan.world)
+            divide(unit, plan.world)
         units.append(unit)
     return units

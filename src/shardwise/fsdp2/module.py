@@ -160,7 +160,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` instead of the number of ranks."""
         for unit in _units(self):
-            divide(unit.options, unit.options.dtypes(unit.parameters.dtype)[1], factor)
+            divide(unit, factor)
 
     def set_all_reduce_hook(
         self,

@@ -85,7 +85,7 @@ def fully_shard(
         options = _make_options(mp_policy, offload_policy, keep)
         own_groups = meshes.make_groups(own_axes, keep)
         unit = Unit(type(modules[0]).__name__, modules, members, own_groups, options)
-        divide(options, options.dtypes(unit.parameters.dtype)[1], own_groups.ranks)
+        divide(unit, own_groups.ranks)
         units.append(unit)
     sharding = Sharding(modules, units, groups, mp_policy, reshard_after_forward is None)
     sharding.homes = [ties.Home(sharding, m) for unit in units for m in unit.parameters.members]

@@ -29,6 +29,13 @@ def find_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
 
+def cast_dtypes(
+    own: torch.dtype, compute: torch.dtype | None, reduce: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """What parameters of the dtype `own` are computed and reduced in. Integers are never cast."""
+    return (compute or own, reduce or own) if own.is_floating_point else (own, own)
+
+
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
 # seed 001's two communication sizes.
 LEAST_UNITS = 4
@@ -273,14 +280,10 @@ class Plan:
         return self.bucket_bytes or DEFAULT_BUCKET_BYTES[row]
 
     def dtypes(self, own: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Master, compute and reduce dtype of parameters whose own dtype is `own`. Integers are
-        never cast.
-        """
+        """Master, compute and reduce dtype of parameters whose own dtype is `own`."""
         master = getattr(torch, own)
-        if not master.is_floating_point:
-            return master, master, master
         compute, reduce = find_dtype(self.compute_dtype), find_dtype(self.reduce_dtype)
-        return master, compute or master, reduce or master
+        return master, *cast_dtypes(master, compute, reduce)
 
     def resolve(self, model: nn.Module) -> Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan
