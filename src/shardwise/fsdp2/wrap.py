@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -25,25 +25,31 @@ from shardwise.fsdp2.sharding import NAME, Sharding, is_applied, state_of
 Placed = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
-class ShardOptions(TypedDict, total=False):
-    """What `fully_shard` takes beside modules, with types, for editors and type checkers."""
-
-    mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    ignored_params: set[nn.Parameter] | None
-    dp_mesh_dims: DataParallelMeshDims | None
-
-
 @overload
-def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
 
 
 @overload
 def fully_shard(
-    module: Sequence[nn.Module], **options: Unpack[ShardOptions]
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[FSDPModule]: ...
 
 
