@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
+from shardwise.description.tracing import torch_private
 from shardwise.emulation.check import call_collective
 from shardwise.emulation.run import fake_group
-from shardwise.engine import torch_private
 from shardwise.engine.api import shard
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import describe

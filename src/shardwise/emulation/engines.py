@@ -23,13 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
-from shardwise.engine.api import (
-    shard,
-)
+from shardwise.engine.api import local, shard
 from shardwise.engine.engine import (
     engine_of,
 )
-from shardwise.engine.local_step import local
 from shardwise.engine.state import (
     materialize,
 )

@@ -32,12 +32,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.description.tracing import torch_private
 from shardwise.emulation.collectives import Emulation, emulate
 from shardwise.emulation.device import Mode
 from shardwise.emulation.engines import Inputs, Subject, build
 from shardwise.emulation.exposure import Exposure, Message
 from shardwise.emulation.networks import NetworkModel
-from shardwise.engine import torch_private
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan

@@ -496,32 +496,6 @@ def activity_of(event: Any) -> str:
     return copies.get(name[:6], "kernel")
 
 
-def fsdp_param_group_module() -> Any:
-    """Where torch's FSDP2 looks up the `record_function` that names its work."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    return _fsdp_param_group
-
-
-# For the rooms above the engine: what each is for, and what is lost without it.
-
-# The communication hooks of a DistributedDataParallel model. Without it an emulated network would
-# put its hook over a user's.
-comm_hooks_of = attrgetter("_comm_hooks")
-
-# Whether torch's profiler runs; a process has only one. Without it a second start fails somewhere
-# inside torch, with an error that does not say so.
-profiler_runs = torch.autograd._profiler_enabled
-
-# The history of CUDA's allocator, block by block. Without it memory has no curve on a GPU, only a
-# peak.
-record_allocations = torch.cuda.memory._record_memory_history
-allocator_snapshot = torch.cuda.memory._snapshot
-
-# Keeps a GPU busy for so many cycles. Without it a short kernel's time is that of its launch.
-spin = torch.cuda._sleep
-
-
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """All axes of a mesh as one, with a group of its own. Without it `fully_shard` takes no
     `dp_mesh_dims` of several axes.
@@ -550,12 +524,3 @@ def load_older_home() -> None:
     imports it from there would keep shardwise's after torch's is put back.
     """
     import torch.distributed._composable.fsdp  # noqa: F401
-
-
-def fake_store() -> Any:
-    """A store for the "fake" backend, whose groups send nothing; the import registers the backend.
-    Without it a process cannot be one rank of an emulated cluster.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()

@@ -136,7 +136,7 @@ def _replace(graph: Graph, node: Node) -> None:
             tensor.meta["val"] = value
             tensors.append(tensor)
     waits: list[tuple[Node, int]] = []
-    given = {user: user.args[1] for user in node.users} if several else {node: 0}
+    given: dict[Node, Any] = {u: u.args[1] for u in node.users} if several else {node: 0}
     for source, i in given.items():
         waits += [(user, i) for user in source.users if is_wait(user)]
     places = {each: at for at, each in enumerate(graph.nodes)}
@@ -149,4 +149,3 @@ def _replace(graph: Graph, node: Node) -> None:
     for source in list(given) if several else ():
         graph.erase_node(source)
     graph.erase_node(node)
-

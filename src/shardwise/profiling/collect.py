@@ -35,7 +35,7 @@ from shardwise.engine.engine import (
     engine_of,
     is_sharded,
 )
-from shardwise.engine.local_step import watch_steps
+from shardwise.engine.hooks import watch_steps
 from shardwise.engine.marks import Marks
 from shardwise.profiling.foreign import note_torch, uses_fsdp
 from shardwise.profiling.memory import CudaHistory, Owners, find_owners

@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.engine import marks, torch_private
+from shardwise.engine import torch_private
+from shardwise.engine.executor import marked
 
 Step = Callable[[], None]
 Watched = TypeVar("Watched")
@@ -34,7 +35,7 @@ Moment = torch.cuda.Event | float  # of a CUDA device's current stream, or of th
 AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
 # Of torch, for whoever times what the engine does.
-spin, foreach_copy_ = torch_private.spin, torch_private.foreach_copy_
+foreach_copy_ = torch_private.foreach_copy_
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def time_idle_mark() -> float:
     """Nanoseconds of a mark that no profile listens to."""
 
     def mark() -> None:
-        with marks.range("gather", "unit"):
+        with marked("gather", "unit"):
             pass
 
     count = 100_000

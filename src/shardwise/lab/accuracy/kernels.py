@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.description.model import KernelFact, ModelDescription, PassFacts
+from shardwise.description.tracing.torch_private import spin
 from shardwise.planning.plan import DTYPES
-from shardwise.profiling.timing import spin
 from shardwise.trainer.sizes import Size
 
 Run = Callable[[], object]
