@@ -133,7 +133,7 @@ class GraphExecutor:
         for number in inputs:
             p = unit.parameters[number]
             by_group.setdefault((p.rows.ranks, p.shard_group), []).append(number)
-        found = {}
+        found: dict[int, Node] = {}
         for group, numbers in by_group.items():
             if self.together and len(numbers) > 1:
                 sent = self.call(several, [inputs[n] for n in numbers], *more, *group)

@@ -230,5 +230,8 @@ class _Walk:
 
 
 def replace_graph(module: GraphModule, graph: Graph) -> GraphModule:
-    """The same module with another graph."""
+    """The same module with another graph, without what passes note of other nodes in it."""
+    for node in graph.nodes:
+        node.meta.pop("after", None)
+        node.meta.pop("parts", None)
     return GraphModule(module, graph, module.__class__.__name__)
