@@ -30,13 +30,13 @@ def run_profile(
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from shardwise.description.language_model import make_model
+    from shardwise.description.preset import bench_size
     from shardwise.emulation.collectives import Network, emulate
     from shardwise.lab.steps import engines
     from shardwise.lab.steps.engines import Precision
     from shardwise.profiling.collect import profile
     from shardwise.profiling.footprint import free_device
-    from shardwise.trainer.model import make_model
-    from shardwise.trainer.sizes import bench_size
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)

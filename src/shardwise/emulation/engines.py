@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.description.language_model import LM, OPTIMIZER, compute_loss
+from shardwise.description.preset import BENCH as BENCH_SIZE
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
 from shardwise.engine.api import (
@@ -38,8 +40,6 @@ from shardwise.errors import UserError
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.planning.strategies import STRATEGIES
 from shardwise.profiling.timing import Step
-from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
-from shardwise.trainer.sizes import BENCH as BENCH_SIZE
 
 BENCH = "bench"  # the benchmarks' own model, 0.95 B parameters
 ENGINES = ("shardwise", "torch")

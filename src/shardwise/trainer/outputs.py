@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import shardwise as sw
+from shardwise.description.preset import parameter_count
 from shardwise.reporting.formats import show_bytes
 from shardwise.run_files import CONFIG, FACTS, METRICS, PLAN
 from shardwise.trainer.config import TrainConfig
 from shardwise.trainer.data import Corpus
 from shardwise.trainer.group import Member
-from shardwise.trainer.sizes import parameter_count
 
 _PLAIN_LINES = 20  # of a whole run, where the output is a file or a pipe
 

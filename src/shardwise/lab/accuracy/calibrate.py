@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster, Level, Protocol
+from shardwise.description.language_model import OPTIMIZER, compute_loss, make_model
+from shardwise.description.preset import bench_size
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.cases import describe_model
 from shardwise.lab.accuracy.kernels import Run, time_on
 from shardwise.profiling import footprint
 from shardwise.profiling.timing import foreach_copy_
-from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
-from shardwise.trainer.sizes import bench_size
 
 TINY = bench_size(layers=8, d_model=64, d_ff=128, heads=4, vocab=128, fused_qkv=True)
 UNBOUND = 1e18  # bytes/s of a network that costs nothing

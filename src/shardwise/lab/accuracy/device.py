@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
+from shardwise.description.language_model import make_model
 from shardwise.description.model import PassFacts
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.calibrate import Calibration, emulated_level
@@ -31,7 +32,6 @@ from shardwise.profiling import footprint
 from shardwise.profiling.results import Row
 from shardwise.profiling.timing import Sample, Step, time_on_cuda, time_on_host
 from shardwise.timeline import Timeline
-from shardwise.trainer.model import make_model
 
 WARMUP = 3
 STEPS = 5

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.calibration.calibrate import calibrate
 from shardwise.description.cluster import Cluster
+from shardwise.description.language_model import make_model
+from shardwise.description.preset import bench_size
 from shardwise.description.workload import Workload
 from shardwise.lab.accuracy.cases import Traced, describe_model
 from shardwise.lab.accuracy.kernels import KernelTable, Widths
@@ -32,8 +34,6 @@ from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.results import Row
 from shardwise.profiling.timing import alternate, time_calls
-from shardwise.trainer.model import make_model
-from shardwise.trainer.sizes import bench_size
 
 if TYPE_CHECKING:
     from shardwise.lab.accuracy.run import Results

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.description.model import KernelFact, ModelDescription, PassFacts
+from shardwise.description.preset import Size
 from shardwise.planning.plan import DTYPES
 from shardwise.profiling.timing import spin
-from shardwise.trainer.sizes import Size
 
 Run = Callable[[], object]
 Draw = Callable[..., Tensor]  # random numbers of a shape

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.description.language_model import attend_plainly
 from shardwise.errors import UserError
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention
@@ -31,7 +32,6 @@ from shardwise.lab.attention.picture import make_picture
 from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw
-from shardwise.trainer.model import attend_plainly
 
 DOCUMENT = ("table7", "tables45")
 SWEEPS = ("heads", *DOCUMENT)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.description.language_model import compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
 from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table
-from shardwise.trainer.model import compute_loss
 
 PARTS = ("forward", "backward", "optimizer")
 

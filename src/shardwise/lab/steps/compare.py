@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.description.language_model import make_model
 from shardwise.emulation.collectives import Emulation
 from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import describe_run, say
@@ -24,7 +25,6 @@ from shardwise.lab.steps.engines import Wrap, Wrapped
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.results import Row, print_table, write_json
 from shardwise.profiling.timing import Sample, Side, Step
-from shardwise.trainer.model import make_model
 
 SIDES = ("ours", "theirs")
 TOLERANCE = 1e-5

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
+from shardwise.description.language_model import LM, OPTIMIZER, compute_loss
+from shardwise.description.preset import Size
 from shardwise.planning.plan import DTYPES
 from shardwise.profiling.timing import Step
-from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
-from shardwise.trainer.sizes import Size
 
 # What each strategy is compared with.
 PEERS = {

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from shardwise.description.language_model import LM, compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.memory.picture import make_picture
 from shardwise.lab.exercises.memory.trace import (
@@ -35,7 +36,6 @@ from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.profiling.footprint import read_events
 from shardwise.profiling.results import Row, print_table
-from shardwise.trainer.model import LM, compute_loss
 
 MODES = ("inference", "forward", "step")
 POINTS = 120  # of a stored curve

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.description.language_model import LM, compute_loss
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.emulation.run import join_fake_group
 from shardwise.lab.exercises import seed004
@@ -36,7 +37,6 @@ from shardwise.profiling.timing import (
     time_on_cuda,
     time_on_host,
 )
-from shardwise.trainer.model import LM, compute_loss
 
 WARMUP, STEPS = 3, 7
 
