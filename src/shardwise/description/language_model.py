@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import checkpoint as activation_checkpoint
@@ -239,6 +240,15 @@ def make_model(
     torch.manual_seed(0)
     with torch.device(device):
         return LM(size, context, checkpoint)
+
+
+def draw_tokens(
+    size: Size, batch: int, length: int, device: str | torch.device
+) -> tuple[Tensor, Tensor]:
+    """This rank's inputs and targets, the same for everybody who asks."""
+    draw = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+    both = torch.randint(0, size.vocab, (2, batch, length), generator=draw).to(device)
+    return both[0], both[1]
 
 
 def compute_loss(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:

@@ -53,13 +53,7 @@ class AccuracyCase:
             raise ValueError(f"case {self.name}: group is {self.group!r}, expected build, held-out")
 
     def plan(self) -> sw.Plan:
-        return sw.Plan.of(
-            self.strategy,
-            self.mesh or WORLD,
-            compute_dtype=self.precision.compute,
-            reduce_dtype=self.precision.reduce,
-            **dict(self.settings),
-        )
+        return self.precision.plan(self.strategy, self.mesh or WORLD, **dict(self.settings))
 
     @property
     def workload(self) -> Workload:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
-from shardwise.description.language_model import make_model
+from shardwise.description.language_model import draw_tokens, make_model
 from shardwise.description.model import PassFacts
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.calibrate import Calibration, emulated_level
@@ -25,7 +25,7 @@ from shardwise.lab.accuracy.kernels import Widths
 from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.accuracy.replay import PAUSE_S, Beside, Replayed, replay
 from shardwise.lab.rows import say
-from shardwise.lab.steps.engines import draw_tokens, wrap_plan
+from shardwise.lab.steps.engines import wrap_plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling import footprint

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.calibration.calibrate import calibrate
 from shardwise.description.cluster import Cluster
-from shardwise.description.language_model import make_model
+from shardwise.description.language_model import draw_tokens, make_model
 from shardwise.description.preset import bench_size
 from shardwise.description.workload import Workload
 from shardwise.lab.accuracy.cases import Traced, describe_model
@@ -29,7 +29,7 @@ from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.processes import ask_ranks, time_on_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.cases import MEDIUM, StepCase
-from shardwise.lab.steps.engines import Precision, draw_tokens, wrap_ours
+from shardwise.lab.steps.engines import Precision, wrap_ours
 from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.results import Row

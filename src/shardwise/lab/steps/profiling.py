@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.description.language_model import make_model
+from shardwise.description.language_model import draw_tokens, make_model
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
 from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
@@ -57,7 +57,7 @@ def _measure(family: Family, case: StepCase, rounds: int) -> Row:
     say(f"{case.name}: {rounds} times {_STEPS} steps, off and on in turn")
     with case.open_network():
         wrapped = engines.wrap_ours(make_model(case.size, family.device), "zero3", case.precision)
-        tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
+        tokens = draw_tokens(case.size, case.batch, case.length, family.device)
         run = wrapped.step_on(*tokens)
         for _ in range(case.warmup):
             run()
