@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwise.engine import marks, torch_private
 
@@ -33,8 +34,7 @@ Watched = TypeVar("Watched")
 Moment = torch.cuda.Event | float  # of a CUDA device's current stream, or of the host
 AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
-# Of torch, for whoever times what the engine does.
-spin, foreach_copy_ = torch_private.spin, torch_private.foreach_copy_
+foreach_copy_ = torch_private.foreach_copy_  # for whoever times what the engine does
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,15 @@ def seconds_between(start: Moment, end: Moment) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def issue_collective(kind: str, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """One collective of the default group, to be waited for; `part` is this rank's of `whole`."""
+    if kind == "all_gather":
+        return torch_private.all_gather(whole, part, None)
+    if kind == "reduce_scatter":
+        return torch_private.reduce_scatter(part, whole, None)
+    return dist.all_reduce(whole, async_op=True)
+
+
 def time_calls(kind: str, nbytes: int, count: int) -> list[float]:
     """Seconds that the calls of a collective of `nbytes` take, over all ranks, before anything is
     waited for; all ranks call it.
@@ -184,19 +193,47 @@ def time_calls(kind: str, nbytes: int, count: int) -> list[float]:
     ranks = dist.get_world_size()
     whole = torch.ones(nbytes // 4)
     part = torch.ones(whole.numel() // ranks)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_gather": lambda: torch_private.all_gather(whole, part, None),
-        "reduce_scatter": lambda: torch_private.reduce_scatter(part, whole, None),
-        "all_reduce": lambda: dist.all_reduce(whole, async_op=True),
-    }
     samples = []
     for _ in range(count):
         dist.barrier()
         began = time.perf_counter()
-        handle = calls[kind]()
+        handle = issue_collective(kind, whole, part)
         samples.append(time.perf_counter() - began)
         handle.wait()
     return samples
+
+
+def time_launches(call: Callable[[], object], times: int, cycles: int) -> float:
+    """Seconds of one of so many calls on a CUDA device. Behind a spin of `cycles` the launches are
+    all queued before the first one runs, so that the host's own time is not measured.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch_private.spin(cycles)
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
+
+
+def time_passes(
+    model: nn.Module, loss: Callable[[], torch.Tensor], rounds: int, warmup: int
+) -> tuple[list[float], list[float]]:
+    """Seconds until the calls of a forward, and of it and its backward, return; before each the
+    device is idle. The first `warmup` rounds do not count.
+    """
+    forwards, steps = [], []
+    for _ in range(warmup + rounds):
+        if next(model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        result = loss()
+        forwards.append(time.perf_counter() - began)
+        result.backward()
+        steps.append(time.perf_counter() - began)
+        model.zero_grad()
+    return forwards[warmup:], steps[warmup:]
 
 
 def time_idle_mark() -> float:
