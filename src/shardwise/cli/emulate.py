@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.errors import UserError, nearest
-from shardwise.profiling.results import check_file
+from shardwise.profiling.results import check_file, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -158,8 +158,7 @@ def _run(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> Non
     with runner.joined(arguments.rank, plan.world):
         if arguments.check:
             rows += check(device, networks)
-            shown = [[column.show(row) for column in _CHECKED] for row in rows]
-            _print_table("emulated collectives against the clock", _CHECKED, shown, width=110)
+            _print_rows("emulated collectives against the clock", _CHECKED, rows)
         for subject, (name, network) in itertools.product(subjects, networks):
             job = runner.Job(
                 subject, plan, arguments.rank, device, network, name, arguments.steps,
@@ -318,30 +317,26 @@ _CHECKED = (
 
 def _print_figures(job: Job, rows: list[dict[str, Any]]) -> None:
     columns = [column for column in _FIGURES if job.occupancy or column.title != "contended"]
-    shown = [[column.show(row) for column in columns] for row in rows]
-    if len(rows) == 2:
-        shown.append(["ratio", *(column.compare(*rows) for column in columns[1:])])
+    ratios = [["ratio", *(column.compare(*rows) for column in columns[1:])]] * (len(rows) == 2)
     plan, subject = job.plan, job.subject
     title = (
         f"{subject.name}, {subject.batch} x {subject.length} tokens, {plan.title}, rank "
         f"{job.rank} of {plan.replicate}x{plan.shard}; network emulated: {job.network_name}"
     )
-    _print_table(title, columns, shown, width=130)
+    _print_rows(title, columns, rows, ratios, width=130)
 
 
-def _print_table(title: str, columns: Sequence[_Column], rows: list[list[str]], width: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column.title, justify="right" if column.form else "left")
-    for row in rows:
-        table.add_row(*row)
-    # A pipe has no width of its own; a table cut to 80 columns loses its names.
-    console = Console()
-    console = console if console.is_terminal else Console(width=width)
-    console.print(table)
+def _print_rows(
+    title: str,
+    columns: Sequence[_Column],
+    rows: list[dict[str, Any]],
+    more: Sequence[list[str]] = (),
+    width: int = 110,
+) -> None:
+    lines = [[column.show(row) for column in columns] for row in rows]
+    words = [column.title for column in columns if not column.form]
+    heads = [column.title for column in columns]
+    print_table(title, heads, [*lines, *more], {}, words, width)
 
 
 def _profile(job: Job, engines: tuple[str, ...], out: Path, cluster: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from shardwise.checked import Bound, check_bounds
 from shardwise.errors import UserError, nearest
+from shardwise.profiling.results import open_console, print_table
 
 if TYPE_CHECKING:
     from shardwise.predict.ranking import Candidate, Ranking
@@ -288,6 +289,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     return Question(**given, strategies=strategies)
 
 
+_WIDTH = 150  # of the table in a pipe
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "plan": lambda c: c.plan.title,
     "mesh": lambda c: "x".join(map(str, c.plan.mesh)),
@@ -305,18 +307,11 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
 
 
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    console = console if console.is_terminal else Console(width=150)
-    table = Table(title=f"{question.model} on {question.cluster}, {title}")
-    for i, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if i < 5 else "right")
-    for candidate in ranking[:top]:
-        table.add_row(*(show(candidate) for show in _COLUMNS.values()))
+    console, heads = open_console(_WIDTH), list(_COLUMNS)
     if len(ranking):
-        console.print(table)
+        lines = [[show(candidate) for show in _COLUMNS.values()] for candidate in ranking[:top]]
+        title = f"{question.model} on {question.cluster}, {title}"
+        print_table(title, heads, lines, {}, heads[:5], _WIDTH)
     console.print(ranking.explain(), highlight=False)
     if len(ranking):
         console.print(str(ranking[0].breakdown), highlight=False)
