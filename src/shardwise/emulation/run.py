@@ -202,12 +202,11 @@ def _run_block(
     cuda = job.device.type == "cuda"
     left, held = (footprint.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
     built = build(engine, job.subject, job.plan, job.device, inputs)
-    timer = timing.time_on_cuda if cuda else timing.time_on_host(lambda: None)
     # Only kernels that occupy the device can go on without being waited for.
     modes = MODES if cuda and job.occupancy else ("network", "free")
     steps = {mode: _in_mode(emulation, mode, built.step) for mode in modes}
     plain = {mode: steps[mode] for mode in ("network", "free")}
-    samples = timing.alternate(plain, rounds, WARMUP, timer)
+    samples = timing.alternate(plain, rounds, WARMUP, timing.timer_on(job.device.type))
     for mode in plain:
         taken.samples[mode] += samples[mode]
     for i in range(rounds):

@@ -24,7 +24,7 @@ from shardwise.profiling.timing import Sample, Step, time_on_host
 from shardwise.trainer.launch import start_ranks
 
 # Imported once, in the server that the processes are forked from; it touches no device.
-_PRELOAD = ["shardwise.lab.exercises.compiling", "shardwise.lab.exercises.overlap.steps"]
+_PRELOAD = ["shardwise.lab.exercises.compiling", "shardwise.lab.exercises.overlap"]
 
 
 def ask_ranks(

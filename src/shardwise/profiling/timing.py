@@ -130,6 +130,11 @@ def time_on_cuda(step: Step) -> Sample:
     return _time(torch.cuda.synchronize, torch.cuda.synchronize, step)
 
 
+def timer_on(device: str) -> Timer:
+    """The timer of steps of one process on this kind of device."""
+    return time_on_cuda if device.startswith("cuda") else time_on_host(lambda: None)
+
+
 def _time(before: Callable[[], object], after: Callable[[], object], step: Step) -> Sample:
     before()
     began = time.perf_counter()

@@ -30,7 +30,7 @@ from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling import footprint
 from shardwise.profiling.results import Row
-from shardwise.profiling.timing import Sample, Step, time_on_cuda, time_on_host
+from shardwise.profiling.timing import Sample, Step, timer_on
 from shardwise.timeline import Timeline
 
 WARMUP = 3
@@ -147,7 +147,7 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
 
 def _repeat(step: Step, device: str, least: int, seconds: float) -> list[Sample]:
     """Time the step `least` times, and on a GPU for `seconds`."""
-    timer = time_on_cuda if _on_cuda(device) else time_on_host(lambda: None)
+    timer = timer_on(device)
     samples: list[Sample] = []
     began = time.perf_counter()
     while len(samples) < least or (_on_cuda(device) and time.perf_counter() - began < seconds):

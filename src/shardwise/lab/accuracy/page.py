@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from shardwise.lab.svg import element, picture, text
+from shardwise.lab.pictures import element, picture, text
 from shardwise.profiling.results import Row, print_table
 from shardwise.timeline import Timeline
 

@@ -28,13 +28,12 @@ from shardwise.description.language_model import attend_plainly
 from shardwise.errors import UserError
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention
-from shardwise.lab.attention.picture import make_picture
 from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
+from shardwise.lab.pictures import draw_attention
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw
 
 DOCUMENT = ("table7", "tables45")
-SWEEPS = ("heads", *DOCUMENT)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 PARITY = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-5}
 # Not a multiple of any block; long enough that the kernels for long sequences are the ones checked.
@@ -275,7 +274,7 @@ def print_row(row: AttentionRow) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the plot."""
-    if only_draw(arguments, make_picture):
+    if only_draw(arguments, draw_attention):
         return
     if not torch.cuda.is_available() and not arguments.quick:
         raise UserError("this needs a CUDA device (--quick runs every path without one)")
@@ -292,4 +291,4 @@ def run(arguments: argparse.Namespace) -> None:
         print_row(row)
         file.add(asdict(row))
     if arguments.plot is not None:
-        arguments.plot.write_text(make_picture(file.rows))
+        arguments.plot.write_text(draw_attention(file.rows))

@@ -125,7 +125,7 @@ def _measure_on_cpu(
     tokens = draw_tokens(case.size, case.batch, case.length, family.device)
     steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
     parity = _check_parity(candidates, steps, case.name, strategy) if family.real else None
-    timer = time_on_ranks if family.real else timing.time_on_host(lambda: None)
+    timer = time_on_ranks if family.real else timing.timer_on("cpu")
     samples = timing.alternate(steps, case.steps, case.warmup, timer)
     settings = {name: candidate.settings for name, candidate in candidates.items()}
     del candidates, steps

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.description.language_model import LM, compute_loss
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.memory.picture import make_picture
 from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
@@ -32,6 +31,7 @@ from shardwise.lab.exercises.memory.trace import (
     thin_out,
 )
 from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.pictures import draw_memory
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.profiling.footprint import read_events
@@ -215,7 +215,7 @@ def compress(trace: MemoryTrace) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the curves, print the table."""
-    if only_draw(arguments, make_picture):
+    if only_draw(arguments, draw_memory):
         return
     quick, contexts = arguments.quick, arguments.contexts
     if quick:
@@ -247,7 +247,7 @@ def run(arguments: argparse.Namespace) -> None:
         if file.time_left() == 0.0:
             break
     if arguments.plot is not None:
-        arguments.plot.write_text(make_picture(file.rows), encoding="utf-8")
+        arguments.plot.write_text(draw_memory(file.rows), encoding="utf-8")
     _print(file.rows, file.facts["environment"])
 
 
