@@ -164,7 +164,7 @@ def _run(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> Non
                 subject, plan, arguments.rank, device, network, name, arguments.steps,
                 arguments.occupancy,
             )  # fmt: skip
-            figures = [each.to_row() for each in runner.run(job, engines, _say)]
+            figures = runner.run(job, engines, _say)
             _print_figures(job, figures)
             rows += [_facts(job, arguments) | row for row in figures]
             if arguments.out is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from shardwise.checked import Bound, check_bounds
 from shardwise.errors import UserError, nearest
-from shardwise.profiling.results import open_console, print_table
+from shardwise.profiling.results import check_file, open_console, print_table
 
 if TYPE_CHECKING:
     from shardwise.predict.ranking import Candidate, Ranking
@@ -249,11 +249,8 @@ def plan(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name} is needed, as in: --model xl --tokens 131072")
     if arguments.top < 1:
         raise UserError(f"--top {arguments.top}: expected at least 1 row")
-    for path in (arguments.out, arguments.trace):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}")
-        if path is not None and path.is_dir():
-            raise UserError(f"{path} is a folder: give the name of a file to write, in it or not")
+    check_file("--out", arguments.out)
+    check_file("--trace", arguments.trace)
     question = _question(arguments)
     changed = question.changed(arguments.what_if)
     question.check()

@@ -56,11 +56,6 @@ def read_peak(events: list[dict]) -> int:
     return max([*before[-1:], *inside]) - at_first
 
 
-def peak_on_cuda(step: Step) -> int:
-    """The most bytes allocated on the device at one time of a step, everything included."""
-    return peaks_on_cuda(step)[0]
-
-
 def peaks_on_cuda(step: Step) -> tuple[int, int]:
     """The most bytes that a step has allocated, and that the allocator has reserved for it."""
     torch.cuda.synchronize()

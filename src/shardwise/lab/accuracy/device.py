@@ -128,7 +128,7 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
             samples = _repeat(step, device, steps, TIMED_S)
             if not sum(emulation.calls.values()) > called:
                 raise RuntimeError(f"{case.name}: no collective went over the emulated network")
-            peak = footprint.peak_on_cuda(step) if _on_cuda(device) else None
+            peak = footprint.peaks_on_cuda(step)[0] if _on_cuda(device) else None
     finally:
         gc.enable()
         del step
