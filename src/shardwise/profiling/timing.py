@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -269,19 +270,29 @@ def describe_environment(commit: str | None = None) -> dict[str, Any]:
 
 def find_commit() -> str:
     """The commit of this code, with + if the tree has changes; `unknown` outside a repository."""
-    head = _git("rev-parse", "--short=12", "HEAD")
+    here = Path(__file__).parent
+    head = ask_git(here, "rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
-    return head + ("+" if _git("status", "--porcelain") else "")
+    return head + ("+" if ask_git(here, "status", "--porcelain") else "")
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+def ask_git(folder: Path, *arguments: str) -> str:
+    """What git says in this folder; nothing where it cannot."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return asked.stdout.strip() if asked.returncode == 0 else ""
+    return asked.stdout.strip()
+
+
+def version_of(package: str) -> str | None:
+    """None where it is not installed, as in a source tree."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_model() -> str:

@@ -14,11 +14,9 @@ import argparse
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
 from shardwise.lab.pictures import draw_attention
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw
+from shardwise.profiling.timing import timer_on, version_of
 
 DOCUMENT = ("table7", "tables45")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
@@ -149,12 +148,7 @@ class Bench:
             from triton.testing import do_bench
 
             return float(do_bench(call, warmup=15, rep=60, return_mode="median"))
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - began) * 1e3)
-        return statistics.median(times)
+        return statistics.median(timer_on("cpu")(call).step_ms for _ in range(3))
 
     def function(self, case: AttentionCase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if case.backend == "plain":
@@ -237,13 +231,6 @@ class Bench:
             row.of_ceiling = {name: value / ceiling for name, value in row.tflops.items()}
 
 
-def _triton_version() -> str | None:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
-
-
 @contextmanager
 def _tf32(allow: bool) -> Iterator[None]:
     """Let torch's own fp32 products use tf32, or not."""
@@ -284,7 +271,7 @@ def run(arguments: argparse.Namespace) -> None:
         key_of=lambda row: AttentionCase(**row["case"]).key,
         ceilings_tflops=bench.ceilings,
     )
-    file.facts["environment"]["triton"] = _triton_version()
+    file.facts["environment"]["triton"] = version_of("triton")
     print(f"ms of {', '.join(PASSES)}, the document's in brackets; ceilings {bench.ceilings}")
     for case in file.missing(make_cases(arguments.sweeps, arguments.quick), lambda case: case.key):
         row = bench.measure(case)
