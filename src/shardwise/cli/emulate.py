@@ -158,7 +158,8 @@ def _run(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> Non
     with runner.joined(arguments.rank, plan.world):
         if arguments.check:
             rows += check(device, networks)
-            _print_rows("emulated collectives against the clock", _CHECKED, rows)
+            shown = [[column.show(row) for column in _CHECKED] for row in rows]
+            _print_shown("emulated collectives against the clock", _CHECKED, shown, width=110)
         for subject, (name, network) in itertools.product(subjects, networks):
             job = runner.Job(
                 subject, plan, arguments.rank, device, network, name, arguments.steps,
@@ -317,26 +318,20 @@ _CHECKED = (
 
 def _print_figures(job: Job, rows: list[dict[str, Any]]) -> None:
     columns = [column for column in _FIGURES if job.occupancy or column.title != "contended"]
-    ratios = [["ratio", *(column.compare(*rows) for column in columns[1:])]] * (len(rows) == 2)
+    shown = [[column.show(row) for column in columns] for row in rows]
+    if len(rows) == 2:
+        shown.append(["ratio", *(column.compare(*rows) for column in columns[1:])])
     plan, subject = job.plan, job.subject
     title = (
         f"{subject.name}, {subject.batch} x {subject.length} tokens, {plan.title}, rank "
         f"{job.rank} of {plan.replicate}x{plan.shard}; network emulated: {job.network_name}"
     )
-    _print_rows(title, columns, rows, ratios, width=130)
+    _print_shown(title, columns, shown, width=130)
 
 
-def _print_rows(
-    title: str,
-    columns: Sequence[_Column],
-    rows: list[dict[str, Any]],
-    more: Sequence[list[str]] = (),
-    width: int = 110,
-) -> None:
-    lines = [[column.show(row) for column in columns] for row in rows]
+def _print_shown(title: str, columns: Sequence[_Column], rows: list[list[str]], width: int) -> None:
     words = [column.title for column in columns if not column.form]
-    heads = [column.title for column in columns]
-    print_table(title, heads, [*lines, *more], {}, words, width)
+    print_table(title, [column.title for column in columns], rows, {}, words, width)
 
 
 def _profile(job: Job, engines: tuple[str, ...], out: Path, cluster: str) -> None:

@@ -19,7 +19,6 @@ than the device, the plain step says so, and there the network costs less than i
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -87,8 +86,6 @@ def joined(rank: int, world: int) -> Iterator[None]:
     """This process as `rank` of `world`, as it is emulated."""
     if dist.is_initialized():
         raise UserError("a process group is open already; emulate in a process of its own")
-    # torch's profiler, which counts allocations, otherwise announces itself on every start.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Fabricated gradients may get very small; denormal numbers would cost time of their own.
     torch.set_flush_denormal(True)
     threads = torch.get_num_threads()

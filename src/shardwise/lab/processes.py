@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -51,8 +50,6 @@ def _answer_as_rank(
     backend: str,
     file: Path,
 ) -> None:
-    # torch's profiler, which counts allocations, otherwise announces itself on every start.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.set_num_threads(1)
     # The fake backend leaves garbage in what it gathers; denormal numbers there would cost time.
     torch.set_flush_denormal(True)

@@ -15,8 +15,8 @@ import statistics
 import subprocess
 import time
 import timeit
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -99,25 +99,29 @@ def spread(values: Sequence[float]) -> float:
 def alternate(
     steps: Mapping[str, Step], rounds: int, warmup: int, timer: Timer
 ) -> dict[str, list[Sample]]:
-    """Time every candidate once per round; each round starts with another one.
-
-    Python's garbage collector is off meanwhile, as in `timeit`: whom it strikes is chance.
-    """
+    """Time every candidate once per round; each round starts with another one."""
     for step in steps.values():
         for _ in range(warmup):
             step()
     names = list(steps)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         for i in range(rounds):
             first = i % len(names)
             for name in names[first:] + names[:first]:
                 samples[name].append(timer(steps[name]))
+    return samples
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python's collector is off meanwhile, as in `timeit`: whom it strikes is chance."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
-    return samples
 
 
 def time_on_host(ready: Callable[[], object]) -> Timer:

@@ -30,7 +30,7 @@ from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling import footprint
 from shardwise.profiling.results import Row
-from shardwise.profiling.timing import Sample, Step, timer_on
+from shardwise.profiling.timing import Sample, Step, no_garbage_collection, timer_on
 from shardwise.timeline import Timeline
 
 WARMUP = 3
@@ -119,10 +119,8 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
     """Build the case, warm it up, time it and take its peak; then give everything back."""
     step = _step_of(case, device)
     try:
-        with emulate(case.network) as emulation:
-            # Whom the garbage collector strikes is chance; and a GPU that waits for it clocks up.
-            gc.collect()
-            gc.disable()
+        # A GPU that waits for the garbage collector clocks up.
+        with emulate(case.network) as emulation, no_garbage_collection():
             _repeat(step, device, WARMUP, WARM_S)
             called = sum(emulation.calls.values())
             samples = _repeat(step, device, steps, TIMED_S)
@@ -130,7 +128,6 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
                 raise RuntimeError(f"{case.name}: no collective went over the emulated network")
             peak = footprint.peaks_on_cuda(step)[0] if _on_cuda(device) else None
     finally:
-        gc.enable()
         del step
         gc.collect()
         if _on_cuda(device):

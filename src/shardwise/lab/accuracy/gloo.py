@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.calibration.calibrate import calibrate
-from shardwise.description.cluster import Cluster
+from shardwise.description.cluster import COLLECTIVES, Cluster
 from shardwise.description.language_model import draw_tokens, make_model
 from shardwise.description.preset import bench_size
 from shardwise.description.workload import Workload
@@ -83,10 +83,9 @@ def measure_rank(case: StepCase, busy: bool) -> dict[str, Any]:
     keys = sorted(table.seconds)
     mean = torch.tensor([table.seconds[key] for key in keys], dtype=torch.float64) / RANKS
     dist.all_reduce(mean)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
     found = {
         "kernels": dict(zip(keys, mean.tolist(), strict=True)),
-        "calls": {kind: _time_calls(kind, busy) for kind in kinds},
+        "calls": {kind: _time_calls(kind, busy) for kind in COLLECTIVES},
         "steps_ms": _time_steps(case),
     }
     dist.barrier()

@@ -11,7 +11,6 @@ fraction is of a large matrix product timed in the same run.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
 from shardwise.lab.pictures import draw_attention
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw
-from shardwise.profiling.timing import timer_on, version_of
+from shardwise.profiling.timing import no_garbage_collection, timer_on, version_of
 
 DOCUMENT = ("table7", "tables45")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
@@ -188,10 +187,8 @@ class Bench:
 
     def measure(self, case: AttentionCase) -> AttentionRow:
         row = AttentionRow(case, seed=seed_figures(case))
-        gc.collect()
-        gc.disable()  # its pauses are as long as a short attention
         try:
-            with _tf32(case.kind == "tf32"):
+            with no_garbage_collection(), _tf32(case.kind == "tf32"):
                 row.parity = self.parity(case)
                 if row.parity <= PARITY[case.kind]:
                     self.fill(row)
@@ -199,8 +196,6 @@ class Bench:
                     row.failure = f"differs from float64 by {row.parity:.1e}: not timed"
         except (RuntimeError, ValueError) as error:
             row.failure = explain_failure(error)
-        finally:
-            gc.enable()
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return row

@@ -10,14 +10,13 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from shardwise.description.language_model import LM, compute_loss
 from shardwise.lab.exercises import seed004
@@ -34,7 +33,7 @@ from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimiz
 from shardwise.lab.pictures import draw_memory
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw, say
-from shardwise.profiling.footprint import read_events
+from shardwise.profiling.footprint import open_profiler, read_events
 from shardwise.profiling.results import Row, print_table
 
 MODES = ("inference", "forward", "step")
@@ -96,13 +95,8 @@ class MeasuredModel:
 
     def profile(self, case: ModelCase, mode: str) -> MemoryTrace:
         """The same pass under the profiler."""
-        # What the profiler says on every start is of no use here.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         before = torch.cuda.memory_allocated() if self.on_gpu else self.count_parameters()
-        with (
-            _marked(self.model, self.names),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-        ):
+        with _marked(self.model, self.names), open_profiler() as profiled:
             _, owners = self.run(case, mode)
         return read_trace(read_events(profiled), self.on_gpu, before, owners)
 
