@@ -400,6 +400,15 @@ def test_a_slow_network_is_exposed_by_both_ways_to_see_it(engine: str, name: str
 COMMAND = [sys.executable, "-m", "shardwise.cli", "emulate", "--model", "tiny", "--seq", "8"]
 
 
+def test_one_engine_alone_has_no_ratio() -> None:
+    options = ["--mesh", "2", "--steps", "2", "--network", "free"]
+    shown = subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "zero3, rank 0 of 1x2" in shown.stdout and "ratio" not in shown.stdout
+
+
 def test_the_command_compares_both_engines_and_writes_every_figure(tmp_path) -> None:
     path = tmp_path / "out.json"
     options = ["--world", "8", "--mesh", "2x4", "--engine", "both", "--steps", "2"]
