@@ -12,18 +12,10 @@ from shardwise import processor
 if TYPE_CHECKING:
     from shardwise.engine.api import exposed_seconds, local, shard
     from shardwise.engine.clip import clip_grad_norm
-    from shardwise.engine.collectives import (
-        record,
-    )
-    from shardwise.engine.engine import (
-        microbatches,
-    )
+    from shardwise.engine.collectives import record
+    from shardwise.engine.engine import microbatches
     from shardwise.engine.sharded_optimizer import ShardedOptimizer
-    from shardwise.engine.state import (
-        broadcast,
-        full_state_dict,
-        materialize,
-    )
+    from shardwise.engine.state import broadcast, full_state_dict, materialize
     from shardwise.fsdp2 import (
         CPUOffloadPolicy,
         DataParallelMeshDims,

@@ -30,11 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.engine import marks as marking
-from shardwise.engine.engine import (
-    Engine,
-    engine_of,
-    is_sharded,
-)
+from shardwise.engine.engine import Engine, engine_of, is_sharded
 from shardwise.engine.hooks import watch_steps
 from shardwise.engine.marks import Marks
 from shardwise.profiling.foreign import note_torch, uses_fsdp

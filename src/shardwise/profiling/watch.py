@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.checks import (
-    engine_training,
-)
+from shardwise.engine.checks import engine_training
 from shardwise.engine.hooks import watch_steps
 from shardwise.profiling import DIRECTORY, SKIP, STEPS
 from shardwise.profiling.collect import Profile
