@@ -36,7 +36,7 @@ _GROUP_AT = {ALL_GATHER: 2, ALL_GATHERS: 2, REDUCE_SCATTER: 3, REDUCE_SCATTERS: 
 
 def kind_of(node: Node) -> str:
     """all_gather, reduce_scatter or all_reduce; empty for what is no collective."""
-    return KINDS.get(node.target, "") if node.op == "call_function" else ""  # type: ignore[call-overload]
+    return KINDS.get(node.target, "") if node.op == "call_function" else ""
 
 
 def is_wait(node: Node) -> bool:
@@ -45,7 +45,7 @@ def is_wait(node: Node) -> bool:
 
 def group_of(node: Node) -> str:
     """The name of a collective's group."""
-    return str(node.args[_GROUP_AT[node.target]])  # type: ignore[index]
+    return str(node.args[_GROUP_AT[node.target]])
 
 
 def message_bytes(node: Node) -> int:
