@@ -42,29 +42,36 @@ from shardwise.timeline import COMPUTE, Timeline
 STATE_TENSORS = 2  # of the optimizer for each parameter, as Adam has
 
 
-def simulate_graphs(
-    forward: Graph, backward: Graph, costs: Costs, groups: Mapping[str, Members]
-) -> Timeline:
-    """One step, without the optimizer's. `groups`: the ranks of each group, by its name."""
-    program = program_of(forward, backward, costs, groups)
-    alone = {name: (0,) for name in groups}
-    world = max((g.ranks * g.stride for g in groups.values()), default=1)
+@dataclass(frozen=True)
+class MeshAxis:
+    """What a group of a graph is: an axis of the mesh, and the ranks that it holds."""
+
+    name: str
+    members: Members
+
+
+Axes = Mapping[str, MeshAxis]  # by the name of the group
+
+
+def simulate_graphs(forward: Graph, backward: Graph, costs: Costs, axes: Axes) -> Timeline:
+    """One step, without the optimizer's."""
+    program = program_of(forward, backward, costs, axes)
+    alone = {axis.name: (0,) for axis in axes.values()}
+    world = max((a.members.ranks * a.members.stride for a in axes.values()), default=1)
     return run([Rank(0, program, alone, stands_for=world)])
 
 
-def program_of(
-    forward: Graph, backward: Graph, costs: Costs, groups: Mapping[str, Members]
-) -> Program:
+def program_of(forward: Graph, backward: Graph, costs: Costs, axes: Axes) -> Program:
     """The operations of one rank's step, and when its bytes come and go."""
-    builder = Builder(costs, {name: group.stride for name, group in groups.items()})
+    builder = Builder(costs, {axis.name: axis.members.stride for axis in axes.values()})
     first = _Pass(forward, "forward")
     saved = _match_saved(first, backward)
     second = _Pass(backward, "backward", saved)
     gradients = {second.base(n) for n in second.outputs if n.op != "placeholder"}
     builder.hold("parameters", value_bytes(first.placeholders))
     builder.hold("state", STATE_TENSORS * sum(map(value_bytes, gradients)))
-    first.lay(builder, groups, stays=set(saved.values()))
-    second.lay(builder, groups, stays=gradients)
+    first.lay(builder, axes, stays=set(saved.values()))
+    second.lay(builder, axes, stays=gradients)
     return builder.build()
 
 
@@ -193,7 +200,7 @@ class _Pass:
                 return True
         return False
 
-    def lay(self, builder: Builder, groups: Mapping[str, Members], stays: set[Node]) -> None:
+    def lay(self, builder: Builder, axes: Axes, stays: set[Node]) -> None:
         """Append this pass; the bases that `stays` names outlive it."""
         builder.phase = self.phase
         roles = {base: self._role(base, stays) for one in self.launches for base in one.writes}
@@ -214,7 +221,7 @@ class _Pass:
             elif kind_of(launch.node):
                 for base in launch.writes:
                     builder.hold(roles[base], sizes[base])
-                issued[launch.node] = self._send(launch.node, builder, groups)
+                issued[launch.node] = self._send(launch.node, builder, axes)
             else:
                 number = len(builder.ops)
                 builder.changes += [
@@ -228,13 +235,15 @@ class _Pass:
             for base in leaves.get(at, ()):
                 builder.hold(roles[base], -sizes[base])
 
-    def _send(self, node: Node, builder: Builder, groups: Mapping[str, Members]) -> int:
-        name = group_of(node)
-        if name not in groups:
-            raise ValueError(f"{node.name} is of group {name!r}, expected one of {sorted(groups)}")
-        nbytes, ranks = message_bytes(node), groups[name].ranks
-        before = builder.behind_compute()
-        return builder.collective(kind_of(node), _module_of(node), name, nbytes, ranks, before)
+    def _send(self, node: Node, builder: Builder, axes: Axes) -> int:
+        group = group_of(node)
+        if group not in axes:
+            raise ValueError(f"{node.name} is of group {group!r}, expected one of {sorted(axes)}")
+        axis, nbytes = axes[group], message_bytes(node)
+        before, unit = builder.behind_compute(), _module_of(node)
+        return builder.collective(
+            kind_of(node), unit, axis.name, nbytes, axis.members.ranks, before
+        )
 
     def _collective_of(self, wait: Node) -> Node:
         base = self.base(wait)

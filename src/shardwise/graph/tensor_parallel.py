@@ -20,9 +20,7 @@ from torch.nn import functional
 
 from shardwise.errors import UserError
 from shardwise.graph.nodes import ALL_REDUCE, WAIT
-from shardwise.graph.torch_private import gather_dim, scatter_dim
-
-SEQUENCE = 1  # the dim of activations (batch, sequence, width)
+from shardwise.graph.torch_private import gather_rows, scatter_rows
 
 
 def cut_for_tensor_parallel(model: nn.Module, ranks: int, group: str) -> nn.Module:
@@ -35,7 +33,7 @@ class TensorParallelLM(nn.Module):
 
     def __init__(self, model: Any, ranks: int, group: str) -> None:
         super().__init__()
-        self.group = group
+        self.ranks, self.group = ranks, group
         for layer in model.layers:
             attention, feed_forward = layer.attention, layer.feed_forward
             for linear in (attention.q, attention.k, attention.v):
@@ -44,8 +42,8 @@ class TensorParallelLM(nn.Module):
             for linear in (feed_forward.gate, feed_forward.up):
                 _cut(linear, 0, ranks)
             _cut(feed_forward.down, 1, ranks)
-            layer.attention = OverSequence(attention, group)
-            layer.feed_forward = OverSequence(feed_forward, group)
+            layer.attention = OverSequence(attention, ranks, group)
+            layer.feed_forward = OverSequence(feed_forward, ranks, group)
         if model.head.weight is model.embedding.weight:
             _cut(model.embedding, 0, ranks)
             model.head.weight = model.embedding.weight
@@ -56,10 +54,10 @@ class TensorParallelLM(nn.Module):
         self.norm, self.head = model.norm, model.head
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = scatter_dim(self._embed(tokens), SEQUENCE, self.group)
+        x = scatter_sequence(self._embed(tokens), self.ranks, self.group)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(gather_dim(self.norm(x), SEQUENCE, self.group))
+        logits = self.head(gather_sequence(self.norm(x), self.ranks, self.group))
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), self.group)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -73,12 +71,23 @@ class TensorParallelLM(nn.Module):
 class OverSequence(nn.Module):
     """A sublayer that needs the whole sequence, and leaves a part of a sum over the ranks."""
 
-    def __init__(self, inner: nn.Module, group: str) -> None:
+    def __init__(self, inner: nn.Module, ranks: int, group: str) -> None:
         super().__init__()
-        self.inner, self.group = inner, group
+        self.inner, self.ranks, self.group = inner, ranks, group
 
     def forward(self, x: Tensor) -> Tensor:
-        return scatter_dim(self.inner(gather_dim(x, SEQUENCE, self.group)), SEQUENCE, self.group)
+        whole = self.inner(gather_sequence(x, self.ranks, self.group))
+        return scatter_sequence(whole, self.ranks, self.group)
+
+
+def gather_sequence(x: Tensor, ranks: int, group: str) -> Tensor:
+    """(batch, sequence / ranks, width) of every rank as (batch, sequence, width)."""
+    return gather_rows(x, group).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def scatter_sequence(x: Tensor, ranks: int, group: str) -> Tensor:
+    """The ranks' sum of (batch, sequence, width): this rank's slice of the sequence."""
+    return scatter_rows(x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1), group)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:

@@ -24,16 +24,18 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
-def gather_dim(x: Tensor, dim: int, group: str) -> Tensor:
-    """All ranks' slices along `dim`; backward scatters the sum of their gradients. Without these
-    two tensor parallelism would need rules of autograd of its own.
+def gather_rows(x: Tensor, group: str) -> Tensor:
+    """All ranks' rows, one rank's after the other's; backward scatters the sum of their gradients.
+    Without these two tensor parallelism would need rules of autograd of its own.
     """
-    return _differentiable.all_gather_tensor_autograd(x, dim, group)
+    gathered: Tensor = _differentiable.all_gather_tensor_autograd(x, 0, group)
+    return gathered
 
 
-def scatter_dim(x: Tensor, dim: int, group: str) -> Tensor:
-    """This rank's slice along `dim` of the sum over all ranks; backward gathers."""
-    return _differentiable.reduce_scatter_tensor_autograd(x, "sum", dim, group)
+def scatter_rows(x: Tensor, group: str) -> Tensor:
+    """This rank's rows of the sum over all ranks; backward gathers."""
+    scattered: Tensor = _differentiable.reduce_scatter_tensor_autograd(x, "sum", 0, group)
+    return scattered
 
 
 def join_imagined_world(ranks: int) -> None:
