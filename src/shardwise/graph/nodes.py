@@ -6,6 +6,7 @@ of operators, one output; every node has an example of its value in `meta["val"]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,31 @@ def kind_of(node: Node) -> str:
 
 def is_wait(node: Node) -> bool:
     return node.op == "call_function" and node.target is WAIT
+
+
+def collective_of(wait: Node) -> Node | None:
+    """The collective that a wait is for, also as one of several; None if it is no such wait."""
+    source = wait.args[0] if is_wait(wait) else None
+    if isinstance(source, Node) and source.target is operator.getitem:
+        source = source.args[0]
+    return source if isinstance(source, Node) and kind_of(source) else None
+
+
+def operator_name(node: Node) -> str:
+    """`mm` of `aten.mm.default`; empty for what calls no operator."""
+    if node.op != "call_function" or not is_operator(node.target):
+        return ""
+    return str(node.target).split(".")[1]
+
+
+def is_view(node: Node) -> bool:
+    """Another look at its input, or one of the tensors of a list: nothing runs."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    runs = not is_operator(node.target) or kind_of(node) or is_wait(node)
+    return not runs and kernel_of(node) is None
 
 
 def group_of(node: Node) -> str:

@@ -1,0 +1,127 @@
+"""The passes in their order, over a forward and a backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from torch.fx import Graph
+
+from shardwise.checked import Bound, check_bounds
+from shardwise.errors import UserError, nearest
+from shardwise.graph.nodes import message_bytes
+from shardwise.graph.passes.bucket import bucket
+from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
+from shardwise.graph.passes.identify import identify
+from shardwise.graph.passes.order import copy_graph
+from shardwise.graph.passes.prefetch import prefetch
+from shardwise.graph.passes.sort import sort
+
+PASSES = ("identify", "bucket", "prefetch", "sort", "cap")
+
+
+def _whole(least: int) -> Bound:
+    return Bound(f"a whole number >= {least}", lambda n: type(n) is int and n >= least)
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    bucket_bytes: Annotated[int, _whole(1)] = 48 << 20
+    adjacent_only: bool = False  # torch's greedy buckets, for comparison
+    coalesced: bool = True  # one call with a list of tensors instead of one packed tensor
+    # Compute nodes between a bucket's first and last member; None: any number.
+    max_span: Annotated[int, _whole(0)] | None = None
+    window: Annotated[int, _whole(0)] = 50  # compute nodes by which a gather may come earlier
+    in_flight_bytes: Annotated[int, _whole(0)] = 2 << 30  # of gathers that came earlier
+    ready_first: bool = True  # compute that waits for nothing goes first; False: torch's sort
+    # Compute nodes between reduce-scatters; None: no cap.
+    max_consecutive: Annotated[int, _whole(1)] | None = 8
+    restore: bool = False  # the original order of all compute instead of a cap
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "graph passes: ", UserError)
+
+
+@dataclass(frozen=True)
+class PassSummary:
+    """A graph after a pass."""
+
+    graph: str  # forward or backward
+    after: str  # the pass, or "none"
+    gathers: int
+    gather_bytes: int
+    scatters: int
+    scatter_bytes: int
+    longest_run: int  # compute nodes between reduce-scatters
+    before_first: int  # compute nodes in front of the first reduce-scatter
+
+
+def summarize(graph: Graph, *, group: str, name: str = "", after: str = "none") -> PassSummary:
+    """The group's collectives of parameters and gradients, and the compute between them."""
+    found = identify(graph, group=group)
+    runs = snapshot(graph, group=group).runs()[:-1]
+    return PassSummary(
+        graph=name,
+        after=after,
+        gathers=len(found.gathers),
+        gather_bytes=sum(map(message_bytes, found.gathers)),
+        scatters=len(found.scatters),
+        scatter_bytes=sum(map(message_bytes, found.scatters)),
+        longest_run=max(runs, default=0),
+        before_first=runs[0] if runs else 0,
+    )
+
+
+def run_passes(
+    forward: Graph,
+    backward: Graph,
+    options: PassOptions | None = None,
+    *,
+    passes: Sequence[str] = PASSES,
+) -> tuple[Graph, Graph, list[PassSummary]]:
+    """Both graphs after the passes, and what each pass left, in order. The passes run in the order
+    of `PASSES`; `passes` says which of them.
+    """
+    for name in passes:
+        if name not in PASSES:
+            raise UserError(f"graph passes: unknown pass {name!r}{nearest(name, PASSES)}")
+    options = options or PassOptions()
+    group = identify(forward).group or identify(backward).group  # kept parameters: no gather there
+    summaries: list[PassSummary] = []
+    graphs = []
+    for name, graph in (("forward", forward), ("backward", backward)):
+        before = snapshot(graph, group=group)
+        made = copy_graph(graph)[0]
+        summaries.append(summarize(made, group=group, name=name))
+        for step in PASSES:
+            if step in passes and step != "identify":
+                made = _run(step, made, options, group, before)
+                summaries.append(summarize(made, group=group, name=name, after=step))
+        graphs.append(made)
+    return graphs[0], graphs[1], summaries
+
+
+def _run(
+    step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving
+) -> Graph:
+    if step == "bucket":
+        return bucket(
+            graph,
+            group=group,
+            bucket_bytes=options.bucket_bytes,
+            adjacent_only=options.adjacent_only,
+            coalesced=options.coalesced,
+            max_span=options.max_span,
+        )
+    if step == "prefetch":
+        return prefetch(
+            graph, window=options.window, in_flight_bytes=options.in_flight_bytes
+        )
+    if step == "sort":
+        return sort(graph, ready_first=options.ready_first)
+    if options.restore:
+        return restore_order(graph, before=before)
+    if options.max_consecutive is None:
+        return graph
+    return cap(graph, group=group, before=before, max_consecutive=options.max_consecutive)

@@ -1,0 +1,47 @@
+"""A topological order over data and order-only dependencies."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from shardwise.graph.passes.order import Issue, copy_graph, stable_order
+
+
+def sort(graph: Graph, *, ready_first: bool = True) -> Graph:
+    """The graph in an order in which everything stands behind its inputs and its `meta["after"]`.
+
+    With `ready_first`, the next compute node is the first that needs not wait for a collective;
+    if all of them have to, the one whose collective was issued first. Gathers of parameters stay
+    behind as many compute nodes as they are given behind; other collectives are issued as soon as
+    they can be. Without it, nodes stay where they are unless something that they need stands
+    behind them: torch's `stable_topological_sort`.
+    """
+    order = stable_order(graph.nodes)
+    if ready_first:
+        order = _ready_first(copy_of := copy_graph(graph, order)[0])
+        return copy_graph(copy_of, order)[0]
+    return copy_graph(graph, order)[0]
+
+
+def _ready_first(graph: Graph) -> list[Node]:
+    issue = Issue(graph)
+    left = list(issue.compute)
+    while left:
+        issue.gather()
+        node = _next(issue, left)
+        left.remove(node)
+        issue.compute_node(node)
+    return issue.finish()
+
+
+def _next(issue: Issue, left: list[Node]) -> Node:
+    best, least = None, -1
+    for node in left:
+        if not issue.is_open(node) or any(n in issue.sources for n in issue.gathers[node]):
+            continue
+        turn = issue.stalls(node)
+        if turn < 0:
+            return node
+        if best is None or turn < least:
+            best, least = node, turn
+    return best or next(node for node in left if issue.is_open(node))
