@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -29,8 +29,8 @@ from shardwise.errors import UserError
 from shardwise.graph.cost import MeshAxis
 from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering
-from shardwise.graph.ops import FULL
-from shardwise.graph.tensor_parallel import cut_for_tensor_parallel
+from shardwise.graph.ops import FULL, REDUCED
+from shardwise.graph.tensor_parallel import TensorParallelLM
 from shardwise.graph.torch_private import (
     compile_graphs,
     cut_joint_graph,
@@ -80,12 +80,17 @@ def trace_preset(
     with _imagined_mesh(plan, tensor) as mesh, _attention_as_one_node():
         model = _without_memory(preset.build(workload.sequence))
         if tensor > 1:
-            model = cut_for_tensor_parallel(model, tensor, mesh.names["tensor"])
+            model = TensorParallelLM(model, tensor, mesh.names["tensor"])
         if recompute:
             for i, block in enumerate(model.layers):  # type: ignore[union-attr,arg-type]
                 model.layers[i] = Recomputed(block)  # type: ignore[index,operator]
         resolved = plan.resolve(model)
-        forward, backward = _trace(model, resolved, mesh, [torch.empty_like(x, device="cpu") for x in preset.inputs(workload)])
+        forward, backward = _trace(
+            model,
+            resolved,
+            mesh,
+            [torch.empty_like(x, device="cpu") for x in preset.inputs(workload)],
+        )
         return TracedStep(forward, backward, mesh.axes, resolved)
 
 
@@ -170,9 +175,7 @@ def _trace(
 ) -> tuple[Graph, Graph]:
     """Both graphs, with collectives where the Plan's schedule has them. Nothing is run."""
     facts = list(_facts(model, plan, mesh))
-    parts = [
-        torch.empty(p.rows.part, dtype=p.master, requires_grad=True) for p in facts
-    ]
+    parts = [torch.empty(p.rows.part, dtype=p.master, requires_grad=True) for p in facts]
     found: list[Graph] = []
 
     def call(parts: list[Tensor], inputs: Sequence[Tensor]) -> Any:
@@ -191,6 +194,7 @@ def _trace(
             lowering.tag(joint.graph)
             forward, backward = cut_joint_graph(joint, inputs, False, **given)
             found.append(lowering.forward(forward.graph))
+            _reduce_when_made(backward.graph)
             found.append(lowering.backward(backward.graph))
             raise _Traced
 
@@ -214,6 +218,17 @@ def _without_memory(model: nn.Module) -> nn.Module:
         for name, buffer in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
     return model
+
+
+def _reduce_when_made(backward: Graph) -> None:
+    """Autograd runs what was recorded first last, so all gradients' ends stand at the end of what
+    it traced. Here each one follows its gradient.
+    """
+    for node in list(backward.nodes):
+        if node.target is REDUCED:
+            gradient = node.args[0]
+            assert isinstance(gradient, Node)
+            gradient.append(node)
 
 
 class _Traced(Exception):

@@ -23,33 +23,34 @@ from shardwise.graph.nodes import ALL_REDUCE, WAIT
 from shardwise.graph.torch_private import gather_rows, scatter_rows
 
 
-def cut_for_tensor_parallel(model: nn.Module, ranks: int, group: str) -> nn.Module:
-    """Rank 0's part of a preset's language model. It takes over the model's modules."""
-    return TensorParallelLM(model, ranks, group)
-
-
 class TensorParallelLM(nn.Module):
-    """The language model of a preset, cut; gives the sum of the cross-entropy, as that does."""
+    """One rank's part of a preset's language model, whose modules it takes over; gives the sum of
+    the cross-entropy, as that does.
+    """
 
-    def __init__(self, model: Any, ranks: int, group: str) -> None:
+    def __init__(self, model: Any, ranks: int, group: str, rank: int = 0) -> None:
         super().__init__()
-        self.ranks, self.group = ranks, group
+        self.ranks, self.group, self.rank = ranks, group, rank
+
+        def cut(module: nn.Module, dim: int, unit: int = 1) -> None:
+            module.weight = _slice(module.weight, dim, ranks, rank, unit)
+
         for layer in model.layers:
             attention, feed_forward = layer.attention, layer.feed_forward
             for linear in (attention.q, attention.k, attention.v):
-                _cut(linear, 0, ranks, attention.head_width)
-            _cut(attention.out, 1, ranks)
+                cut(linear, 0, attention.head_width)
+            cut(attention.out, 1)
             for linear in (feed_forward.gate, feed_forward.up):
-                _cut(linear, 0, ranks)
-            _cut(feed_forward.down, 1, ranks)
+                cut(linear, 0)
+            cut(feed_forward.down, 1)
             layer.attention = OverSequence(attention, ranks, group)
             layer.feed_forward = OverSequence(feed_forward, ranks, group)
         if model.head.weight is model.embedding.weight:
-            _cut(model.embedding, 0, ranks)
+            cut(model.embedding, 0)
             model.head.weight = model.embedding.weight
         else:
-            _cut(model.embedding, 0, ranks)
-            _cut(model.head, 0, ranks)
+            cut(model.embedding, 0)
+            cut(model.head, 0)
         self.embedding, self.layers = model.embedding, model.layers
         self.norm, self.head = model.norm, model.head
 
@@ -58,14 +59,15 @@ class TensorParallelLM(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(gather_sequence(self.norm(x), self.ranks, self.group))
-        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), self.group)
+        logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+        return cross_entropy(logits, targets - self.rank * logits.shape[-1], self.group)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """This rank's rows; zeros for tokens that others have."""
         rows = self.embedding.weight.shape[0]
-        mine = (tokens < rows).unsqueeze(-1)
-        found = functional.embedding(tokens.clamp(max=rows - 1), self.embedding.weight)
-        return torch.where(mine, found, 0.0)
+        at = tokens - self.rank * rows
+        found = functional.embedding(at.clamp(0, rows - 1), self.embedding.weight)
+        return torch.where(_is_mine(at, rows).unsqueeze(-1), found, 0.0)
 
 
 class OverSequence(nn.Module):
@@ -91,14 +93,20 @@ def scatter_sequence(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:
-    """The sum over tokens, from rank 0's slice of the vocabulary: (tokens, vocabulary / ranks)."""
+    """The sum over tokens, from each rank's slice of the vocabulary (tokens, vocabulary / ranks);
+    `targets` count from its start.
+    """
+    rows = logits.shape[-1]
     largest = _all_reduce(logits.detach().amax(-1, keepdim=True), "max", group)
     shifted = logits - largest
     total = _SumOverRanks.apply(shifted.exp().sum(-1), group)
-    rows = logits.shape[-1]
-    at = targets.clamp(max=rows - 1).unsqueeze(-1)
-    mine = torch.where(targets < rows, shifted.gather(-1, at).squeeze(-1), 0.0)
-    return (total.log() - _SumOverRanks.apply(mine, group)).sum()
+    own = shifted.gather(-1, targets.clamp(0, rows - 1).unsqueeze(-1)).squeeze(-1)
+    aimed = _SumOverRanks.apply(torch.where(_is_mine(targets, rows), own, 0.0), group)
+    return (total.log() - aimed).sum()
+
+
+def _is_mine(at: Tensor, rows: int) -> Tensor:
+    return (at >= 0) & (at < rows)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -118,14 +126,14 @@ def _all_reduce(x: Tensor, what: str, group: str) -> Tensor:
     return result
 
 
-def _cut(module: nn.Module, dim: int, ranks: int, unit: int = 1) -> None:
-    """Keep rank 0's slice of the weight along `dim`, in whole `unit`s."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    if weight.shape[dim] % (ranks * unit):
+def _slice(weight: Any, dim: int, ranks: int, rank: int, unit: int) -> nn.Parameter:
+    """A rank's slice of a weight along `dim`, in whole `unit`s."""
+    size, rest = divmod(weight.shape[dim], ranks * unit)
+    if rest:
+        what = "heads" if unit > 1 else "columns or rows"
         raise UserError(
-            f"--tp {ranks} does not divide {weight.shape[dim] // unit} "
-            f"({'heads' if unit > 1 else 'columns or rows'} of a weight of {tuple(weight.shape)})"
+            f"--tp {ranks} does not divide the {weight.shape[dim] // unit} {what} of a weight of "
+            f"{tuple(weight.shape)}"
         )
-    kept = weight.detach().narrow(dim, 0, weight.shape[dim] // ranks).contiguous()
-    module.weight = nn.Parameter(kept)
+    kept = weight.detach().narrow(dim, rank * size * unit, size * unit)
+    return nn.Parameter(kept.contiguous())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -73,6 +73,44 @@ def summarize(graph: Graph, *, group: str, name: str = "", after: str = "none") 
     )
 
 
+@dataclass(frozen=True)
+class PassResult:
+    """Both graphs after a pass, or as they were given (`after` is "none")."""
+
+    after: str
+    forward: Graph
+    backward: Graph
+    summaries: tuple[PassSummary, PassSummary]
+
+
+def each_pass(
+    forward: Graph,
+    backward: Graph,
+    options: PassOptions | None = None,
+    *,
+    passes: Sequence[str] = PASSES,
+) -> Iterator[PassResult]:
+    """Both graphs as given, then after each pass. The passes run in the order of `PASSES`; `passes`
+    says which of them.
+    """
+    for name in passes:
+        if name not in PASSES:
+            raise UserError(f"graph passes: unknown pass {name!r}{nearest(name, PASSES)}")
+    options = options or PassOptions()
+    group = identify(forward).group or identify(backward).group  # kept parameters: no gather there
+    graphs = [copy_graph(graph)[0] for graph in (forward, backward)]
+    before = [snapshot(graph, group=group) for graph in graphs]
+    for step in ("none", *(name for name in PASSES if name in passes and name != "identify")):
+        if step != "none":
+            pairs = zip(graphs, before, strict=True)
+            graphs = [_run(step, graph, options, group, known) for graph, known in pairs]
+        first, second = (
+            summarize(graph, group=group, name=name, after=step)
+            for name, graph in zip(("forward", "backward"), graphs, strict=True)
+        )
+        yield PassResult(step, *graphs, (first, second))
+
+
 def run_passes(
     forward: Graph,
     backward: Graph,
@@ -80,31 +118,13 @@ def run_passes(
     *,
     passes: Sequence[str] = PASSES,
 ) -> tuple[Graph, Graph, list[PassSummary]]:
-    """Both graphs after the passes, and what each pass left, in order. The passes run in the order
-    of `PASSES`; `passes` says which of them.
-    """
-    for name in passes:
-        if name not in PASSES:
-            raise UserError(f"graph passes: unknown pass {name!r}{nearest(name, PASSES)}")
-    options = options or PassOptions()
-    group = identify(forward).group or identify(backward).group  # kept parameters: no gather there
-    summaries: list[PassSummary] = []
-    graphs = []
-    for name, graph in (("forward", forward), ("backward", backward)):
-        before = snapshot(graph, group=group)
-        made = copy_graph(graph)[0]
-        summaries.append(summarize(made, group=group, name=name))
-        for step in PASSES:
-            if step in passes and step != "identify":
-                made = _run(step, made, options, group, before)
-                summaries.append(summarize(made, group=group, name=name, after=step))
-        graphs.append(made)
-    return graphs[0], graphs[1], summaries
+    """Both graphs after the passes, and what each pass left: of forward, then of backward."""
+    results = list(each_pass(forward, backward, options, passes=passes))
+    summaries = [result.summaries[i] for i in (0, 1) for result in results]
+    return results[-1].forward, results[-1].backward, summaries
 
 
-def _run(
-    step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving
-) -> Graph:
+def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving) -> Graph:
     if step == "bucket":
         return bucket(
             graph,
@@ -115,9 +135,7 @@ def _run(
             max_span=options.max_span,
         )
     if step == "prefetch":
-        return prefetch(
-            graph, window=options.window, in_flight_bytes=options.in_flight_bytes
-        )
+        return prefetch(graph, window=options.window, in_flight_bytes=options.in_flight_bytes)
     if step == "sort":
         return sort(graph, ready_first=options.ready_first)
     if options.restore:
