@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         replace_torch_fully_shard,
         share_comm_ctx,
     )
+    from shardwise.graph.compile import compile
     from shardwise.planning.plan import Plan
     from shardwise.predict.describe import describe
     from shardwise.predict.search import plan, search
@@ -55,6 +56,7 @@ _HOMES = {
     "UnshardHandle": "fsdp2",
     "broadcast": "engine.state",
     "clip_grad_norm": "engine.clip",
+    "compile": "graph.compile",
     "describe": "predict.describe",
     "exposed_seconds": "engine.api",
     "full_state_dict": "engine.state",
@@ -85,6 +87,7 @@ __all__ = [
     "UnshardHandle",
     "broadcast",
     "clip_grad_norm",
+    "compile",
     "describe",
     "exposed_seconds",
     "full_state_dict",

@@ -82,13 +82,13 @@ class Agreement:
             for unit in units
             for member in unit.parameters.members
         }
-        said = self._everybody((_digest(model), None if changed else _digest(mine)))
+        said = self.everybody((_digest(model), None if changed else _digest(mine)))
         if len({of_model for of_model, _ in said}) > 1:
-            self._check_models(self._everybody(model))
+            self._check_models(self.everybody(model))
         values = {of_values for _, of_values in said}
         if None in values or len(values) <= 1:
             return
-        name = _first_difference(self._everybody(mine))
+        name = _first_difference(self.everybody(mine))
         message = (
             f"ranks start from different values: {name!r} is not the same on all of them, so "
             "the sharded model is a mixture. Seed all ranks alike before building the model, or "
@@ -112,7 +112,7 @@ class Agreement:
             for unit, flags in zip(here, zip(*said, strict=True), strict=True):
                 unit.stale = any(flags)
 
-    def _everybody(self, value: object) -> list[Any]:
+    def everybody(self, value: object) -> list[Any]:
         """Every rank's value, in the order of ranks."""
         inside = self.mesh.shard.exchange(value)
         return [value for values in self.mesh.replicate.exchange(inside) for value in values]
@@ -170,7 +170,7 @@ class Agreement:
         """
         compares = self.policy.needs_equal_use
         mine = (ran, unused if compares else None, tuple(ready) if self.first else ())
-        said = self._everybody(mine)
+        said = self.everybody(mine)
         orders = {order if did_run else None for did_run, _, order in said}
         order = orders.pop() if self.first and len(orders) == 1 else None
         self.first = False

@@ -227,7 +227,7 @@ class Engine:
             schedule.end_backward()
             self.backwards += 1
             if any(unit.sums.complete for unit in schedule.reduce_order):
-                self._end_step(ran=True)
+                self.end_step(ran=True)
         self._close_backward()
 
     def _close_backward(self) -> None:
@@ -236,7 +236,7 @@ class Engine:
             marks.on.turn("", "optimizer")
         self.schedule.close_backward()
 
-    def _end_step(self, ran: bool) -> None:
+    def end_step(self, ran: bool) -> None:
         """The sums are complete: hang them on the parameters."""
         schedule = self.schedule
         if self.agreement.settles:
@@ -272,7 +272,7 @@ class Engine:
     def run_nothing(self) -> None:
         """A step without micro-batches on this rank's shard group."""
         self.schedule.run_nothing()
-        self._end_step(ran=False)
+        self.end_step(ran=False)
 
     def reduce_accumulated(self) -> None:
         """Reduce what backwards without sync have added up."""

@@ -239,6 +239,22 @@ class Gradients:
             found.append(self._present(frozenset(missing)))
         return found
 
+    def take_rows(self, found: Sequence[torch.Tensor | None]) -> None:
+        """Sums over all ranks that somebody else has made: this rank's rows of each parameter,
+        padded; None for one of which no rank produced a gradient.
+        """
+        overwrites = self.open()
+        assert self.sums is not None and self.flat is not None
+        missing = {i for i, rows in enumerate(found) if rows is None}
+        self._missing &= missing
+        if missing and overwrites:
+            self.sums.zero_()
+        pieces = self.flat.split(self._parts)
+        pairs = [(p, rows) for p, rows in zip(pieces, found, strict=True) if rows is not None]
+        if pairs:
+            into, rows = (list(each) for each in zip(*pairs, strict=True))
+            (torch_private.foreach_copy_ if overwrites else torch_private.foreach_add_)(into, rows)
+
     def _present(self, missing: frozenset[int]) -> torch.Tensor:
         """For every rank a row: one for each parameter with a gradient, zero for one without."""
         if not missing:

@@ -100,7 +100,8 @@ def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> 
 
 # Many tensors copied in one call; one by one costs a launch each, which small parameters feel.
 foreach_copy_ = torch._foreach_copy_
-foreach_mul_, foreach_norm = torch._foreach_mul_, torch._foreach_norm
+foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 
 
 # Modules
@@ -122,6 +123,11 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     module._compiled_call_impl = call
+
+
+def call_hooked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, past what stands in its call's place."""
+    return module._call_impl(*args, **kwargs)
 
 
 # Compilation and transforms

@@ -22,6 +22,7 @@ ALL_GATHERS = collectives.all_gather_into_tensor_coalesced.default  # several as
 REDUCE_SCATTER = collectives.reduce_scatter_tensor.default
 REDUCE_SCATTERS = collectives.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = collectives.all_reduce.default
+ALL_REDUCES = collectives.all_reduce_coalesced.default
 WAIT = collectives.wait_tensor.default
 
 KINDS = {
@@ -30,9 +31,17 @@ KINDS = {
     REDUCE_SCATTER: "reduce_scatter",
     REDUCE_SCATTERS: "reduce_scatter",
     ALL_REDUCE: "all_reduce",
+    ALL_REDUCES: "all_reduce",
 }
 # Where the arguments hold the group's name; gathers and scatters have its size before it.
-_GROUP_AT = {ALL_GATHER: 2, ALL_GATHERS: 2, REDUCE_SCATTER: 3, REDUCE_SCATTERS: 3, ALL_REDUCE: 2}
+_GROUP_AT = {
+    ALL_GATHER: 2,
+    ALL_GATHERS: 2,
+    REDUCE_SCATTER: 3,
+    REDUCE_SCATTERS: 3,
+    ALL_REDUCE: 2,
+    ALL_REDUCES: 2,
+}
 
 
 def kind_of(node: Node) -> str:

@@ -5,12 +5,14 @@ No other file of this room touches one (`tests/unit/test_torch_private.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives
+from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Collectives that return tensors, and the wait for them: what a traced graph holds. They are how
@@ -48,3 +50,92 @@ def join_imagined_world(ranks: int) -> None:
 def name_of_group(group: dist.ProcessGroup) -> str:
     """What the nodes of a graph call it."""
     return str(group.group_name)
+
+
+def compile_graphs(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[GraphModule, GraphModule]],
+    whole: Callable[[GraphModule], GraphModule],
+    finish: Callable[[GraphModule, bool], GraphModule],
+    inductor: bool,
+) -> Callable[..., Any]:
+    """What torch.compile runs for a traced `module`: its graphs without autograd in them. A joint
+    graph goes through `partition`, one without backward through `whole`; `finish` hears of each
+    before it is compiled (and whether it is a backward).
+
+    Without aot_autograd there is no graph of the backward; compile_fx, which is the public way to
+    the compiler behind it, has no place for another partition.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(is_backward: bool, alone: bool = False) -> Callable[..., Any]:
+        def compile_one(module: GraphModule, inputs: Sequence[Any]) -> Any:
+            module = finish(whole(module) if alone else module, is_backward)
+            if not inductor:
+                from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+
+                return make_boxed_func(module.forward)
+            return _inductor(module, inputs, is_backward, alone)
+
+        return compile_one
+
+    decompositions = None
+    if inductor:
+        from torch._inductor.decomposition import select_decomp_table
+
+        decompositions = select_decomp_table
+    backend = aot_autograd(
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(True),
+        inference_compiler=compiler(False, alone=True),
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    return backend(module, inputs)
+
+
+def _inductor(
+    module: GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool
+) -> Any:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    # The order of the nodes is the schedule: nobody moves them for memory's sake.
+    with config.patch(reorder_for_peak_memory=False):
+        return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def cut_joint_graph(
+    joint: GraphModule, inputs: Sequence[Any], inductor: bool, **given: Any
+) -> tuple[GraphModule, GraphModule]:
+    """torch's own cut of a joint graph into forward and backward, which recomputes what is cheap
+    and what is tagged. The compiler's first passes come before it.
+    """
+    from functorch.compile import (  # type: ignore[import-untyped]
+        min_cut_rematerialization_partition,
+    )
+
+    if inductor:
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+        joint_graph_passes(joint)
+    forward, backward = min_cut_rematerialization_partition(
+        joint, inputs, compiler="inductor", **given
+    )
+    return forward, backward
+
+
+def trace_errors() -> tuple[type[BaseException], ...]:
+    """What torch.compile raises for a model that it cannot trace."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException,)
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's program that an error of tracing is about; empty if it says none."""
+    stack = list(getattr(error, "real_stack", None) or ())
+    return f"{stack[-1].filename}:{stack[-1].lineno}, `{stack[-1].line}`" if stack else ""

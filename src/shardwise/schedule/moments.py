@@ -203,11 +203,16 @@ class Schedule(Generic[U]):
                 now.reduced += 1
 
     def _reduce(self, unit: U) -> None:
-        sync, last = self.policy.sync, self.last_micro
-        scatter, all_reduce = last or sync != "last", last or sync == "each"
-        if sync is None:
+        scatter, all_reduce = self.sync_now
+        if self.policy.sync is None:
             scatter, all_reduce = unit.options.scatters, unit.options.all_reduces
         self.reduces.reduce(unit, scatter, all_reduce)
+
+    @property
+    def sync_now(self) -> tuple[bool, bool]:
+        """Whether a Plan scatters, and all-reduces, the gradients of the pass that runs now."""
+        sync, last = self.policy.sync, self.last_micro
+        return last or sync != "last", last or sync == "each"
 
     def has_gradients(self, unit: U) -> bool:
         """Some of the gradients that this backward owes have arrived and are not reduced."""

@@ -1,0 +1,378 @@
+"""`sw.compile`: a sharded model whose forward and backward are whole graphs with the collectives in
+them.
+
+The engine shards the model and keeps its parts, its optimizer and its state dict. A step that runs
+as graphs passes its hooks by; what the graphs sum lands where the engine's own sums land. A model
+that cannot be traced, and a step in which some replica has nothing to run, goes by the hooks.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from shardwise.engine import torch_private as engine_private
+from shardwise.engine.api import shard
+from shardwise.engine.collectives import Call
+from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.hooks import Node, cast_to, node_of, tensors_in
+from shardwise.engine.unit import Unit
+from shardwise.graph import torch_private
+from shardwise.graph.executor import GraphParameter
+from shardwise.graph.lower import Lowering, replace_graph
+from shardwise.graph.trace import Inputs, Whole, call_marked
+from shardwise.planning.plan import Plan
+
+BACKENDS = ("inductor", "graph")
+
+
+def compile(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    fullgraph: bool = True,
+    backend: str = "inductor",
+    **options: Any,
+) -> nn.Module:
+    """Shard `model` in place as `plan` says, and run its steps as compiled graphs; return it.
+
+    Used like a model of `sw.shard`: build the optimizer afterwards, accumulate by
+    `sw.microbatches`, save its state dict. The first call traces; a model that cannot be traced
+    whole is run by the engine's hooks instead, with a warning that names the line.
+
+    fullgraph: False compiles the modules of the Plan's units one by one under the engine's hooks,
+        for models that torch.compile breaks into several graphs.
+    backend: inductor, torch's compiler; graph runs the nodes as they are.
+    options: of torch.compile (dynamic, mode is not among them).
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, expected one of {BACKENDS}")
+    if not fullgraph:
+        for name in {name for unit in plan.resolve(model).require_units() for name in unit.modules}:
+            if name:
+                model.get_submodule(name).compile(**options)
+        return shard(model, plan)
+    shard(model, plan)
+    CompiledModel(model, engine_of(model), backend == "inductor", options).hang()
+    return model
+
+
+class _Parts:
+    """This rank's padded rows of one unit's parameters, as leaves of the graphs' autograd."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        p = unit.parameters
+        self._master, layout = p.master, p.layout
+        with torch.no_grad():
+            self.leaves = [
+                p.master[start : start + rows.part].detach()
+                for start, rows in zip(layout.offsets, layout.rows, strict=True)
+            ]
+        self._trainable: tuple[bool, ...] = ()
+        self.sinks: list[Tensor] = []
+        self.follow_requires_grad()
+
+    @property
+    def current(self) -> bool:
+        """The parameters stand in the memory that they stood in."""
+        return self._master is self.unit.parameters.master
+
+    def follow_requires_grad(self) -> None:
+        if self.unit.trainable != self._trainable:
+            self._trainable = self.unit.trainable
+            for leaf, trains in zip(self.leaves, self._trainable, strict=True):
+                leaf.requires_grad_(trains)
+
+    def hand_over(self) -> None:
+        """Bring the gradients of the parts into the unit's sums."""
+        unit, gradients = self.unit, self.unit.gradients
+        if gradients is None:
+            return
+        by_name = {
+            m.name: leaf for m, leaf in zip(unit.parameters.members, self.leaves, strict=True)
+        }
+        leaves = [by_name[member.name] for member in gradients.members]
+        gradients.take_rows([leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
+        unit.sums.opened = unit.sums.complete = True
+
+
+class CompiledModel:
+    """One model's graphs. Stands in the place of the engine's outermost node."""
+
+    units: Sequence[Unit] = ()  # what an outermost node gathers before its forward: nothing here
+
+    def __init__(
+        self, model: nn.Module, engine: Engine, inductor: bool, options: dict[str, Any]
+    ) -> None:
+        assert engine.plan is not None
+        self.model, self.engine, self.plan = model, engine, engine.plan
+        self.inductor = inductor
+        self._whole_model = Whole(model)
+        self._nodes = [n for n in map(node_of, model.modules()) if n is not None]
+        self._casts: list[Any] = []
+        self._parts: list[_Parts] = []
+        self._facts: list[GraphParameter] = []
+        self._held: list[Tensor | None] | None = None  # sums of this step's earlier micro-batches
+        self._whole: list[Tensor] | None = None  # parameters that stay whole over the step
+        self._sinks: list[Tensor] | None = None
+        self._agreed = False
+        self.calls: dict[bool, list[Call]] = {}
+        self._run = torch.compile(self._trace, backend=self._compile, fullgraph=True, **options)
+
+    # From the hooks to the graphs, and back
+
+    def hang(self) -> None:
+        """Take the engine's hooks off, and stand in the place of the model's call."""
+        for node in self._nodes:
+            node.unhang()
+            if node.input_dtype is not None and not node.is_root:
+                self._casts.append(
+                    node.module.register_forward_pre_hook(
+                        _caster(node), prepend=True, with_kwargs=True
+                    )
+                )
+        engine_private.set_compiled_call(self.model, self._call)
+
+    def unhang(self) -> None:
+        """Let the engine's hooks run the model again."""
+        engine_private.set_compiled_call(self.model, None)
+        while self._casts:
+            self._casts.pop().remove()
+        for node in self._nodes:
+            node.hang()
+
+    def _fall_back(self, why: str) -> None:
+        self.unhang()
+        warnings.warn(
+            f"{type(self.model).__name__} is run by the engine's hooks, not as graphs: {why}",
+            stacklevel=4,
+        )
+
+    # A pass
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        engine.begin_forward(self)  # type: ignore[arg-type]
+        self._follow()
+        reason = self._why_not()
+        if reason is None:
+            try:
+                return self._forward(args, kwargs)
+            except torch_private.trace_errors() as error:
+                if self._agreed:
+                    raise
+                place = torch_private.place_of(error)
+                reason = f"torch.compile cannot trace {place or 'it'} ({_first_line(error)})"
+            finally:
+                engine.forward_root = engine.hold = None
+        engine.forward_root = engine.hold = None
+        self._agree(reason)
+        self._fall_back(reason)
+        return self.model(*args, **kwargs)
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
+        root = next(node for node in self._nodes if node.is_root)
+        if root.input_dtype is not None:
+            args, kwargs = cast_to((args, kwargs), root.input_dtype)
+        schedule = self.engine.schedule
+        trains = torch.is_grad_enabled()
+        ends = not trains or all(schedule.sync_now)
+        if not ends and self._sinks is None:
+            self._sinks = self._make_sinks()
+        keeps = trains and self._keeps_over_step and not schedule.last_micro and self._whole is None
+        given = Inputs(
+            [leaf for parts in self._parts for leaf in parts.leaves],
+            self._whole,
+            None if ends else self._sinks,
+            self._held if ends and trains else None,
+        )
+        with self._hidden():
+            output, whole = self._run(given, keeps, args, kwargs)
+        if keeps:
+            self._whole = whole
+        if root.output_dtype is not None:
+            output = cast_to(output, root.output_dtype)
+        watched = [t for t in tensors_in(output) if t.requires_grad] if trains else []
+        if watched:
+            begins = _Begins(self)
+            for tensor in watched:
+                tensor.register_hook(begins)
+        return output
+
+    @property
+    def _keeps_over_step(self) -> bool:
+        """Full parameters stay from the first micro-batch to the last."""
+        policy = self.engine.policy
+        return not policy.frees_in_pass
+
+    def _trace(
+        self, given: Inputs, returns_whole: bool, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor]]:
+        """What is traced."""
+        output, found = call_marked(self._whole_model, self._facts, given, args, kwargs)
+        return output, [tensor.detach() for tensor in found] if returns_whole else []
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Nothing hangs where the parameters do: tracing would look at what it does not use."""
+        hung = [place for unit in self.engine.units for place in unit.places]
+        for own, key, _, _ in hung:
+            own[key] = None
+        try:
+            yield
+        finally:
+            for own, key, _, visible in hung:
+                own[key] = visible
+
+    def end_backward(self) -> None:
+        """Backward is over: hang complete sums on the parameters, or hold them."""
+        engine = self.engine
+        engine.backwards += 1
+        if not all(engine.schedule.sync_now):
+            assert self._sinks is not None
+            self._held = [sink.grad for sink in self._sinks]
+            return
+        for parts in self._parts:
+            parts.hand_over()
+        self.forget_step()
+        engine.end_step(ran=True)
+
+    def forget_step(self) -> None:
+        self._held = self._whole = self._sinks = None
+
+    # What is traced with
+
+    def _follow(self) -> None:
+        """Parts of the parameters as they stand now."""
+        if self.engine.schedule.first_micro:
+            self.forget_step()
+        units = self.engine.units
+        if len(self._parts) != len(units) or not all(parts.current for parts in self._parts):
+            self._parts = [_Parts(unit) for unit in units]
+            self._facts = [fact for unit in units for fact in facts_of(unit)]
+        for parts in self._parts:
+            parts.follow_requires_grad()
+
+    def _why_not(self) -> str | None:
+        """A reason why this model cannot run as graphs."""
+        keep = self.plan.keep_after_forward
+        if keep is not None and not isinstance(keep, bool):
+            return f"keep_after_forward={keep} keeps pieces, which graphs do not"
+        for unit in self.engine.units:
+            if unit.parameters.tied:
+                return f"parameters of unit {unit.name!r} were tied after sharding"
+        return None
+
+    def _make_sinks(self) -> list[Tensor]:
+        """Leaves to add gradients up in: of the whole parameter, or of scattered rows."""
+        scatters = self.engine.schedule.sync_now[0]
+        sinks = []
+        for p, leaf in zip(self._facts, (x for q in self._parts for x in q.leaves), strict=True):
+            shape = leaf.shape if scatters else torch.Size(p.rows.shape)
+            sink = torch.zeros((), dtype=p.reduce, device=leaf.device).expand(shape)
+            sinks.append(sink.detach().requires_grad_(leaf.requires_grad))
+        return sinks
+
+    # The backend of torch.compile
+
+    def _lowering(self) -> Lowering:
+        trains = torch.is_grad_enabled()
+        scatters, all_reduces = self.engine.schedule.sync_now if trains else (True, True)
+        return Lowering(self._facts, self.plan, scatters, all_reduces)
+
+    def _compile(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        lowering = self._lowering()
+
+        def partition(
+            joint: GraphModule, inputs: Sequence[Any], **given: Any
+        ) -> tuple[GraphModule, GraphModule]:
+            lowering.tag(joint.graph)
+            forward, backward = torch_private.cut_joint_graph(joint, inputs, self.inductor, **given)
+            forward = replace_graph(forward, lowering.forward(forward.graph))
+            backward = replace_graph(backward, lowering.backward(backward.graph))
+            return forward, backward
+
+        def whole(module: GraphModule) -> GraphModule:
+            return replace_graph(module, lowering.forward(module.graph))
+
+        def finish(module: GraphModule, is_backward: bool) -> GraphModule:
+            if not is_backward:
+                self._agree(None)
+            return module
+
+        return torch_private.compile_graphs(
+            module, inputs, partition=partition, whole=whole, finish=finish, inductor=self.inductor
+        )
+
+    def _agree(self, reason: str | None) -> None:
+        """Before the first graph runs: if some rank cannot trace its model, none runs graphs."""
+        if self._agreed:
+            return
+        self._agreed = True
+        said = [each for each in self.engine.agreement.everybody(reason) if each is not None]
+        if said and reason is None:
+            self._agreed = False
+            raise RuntimeError(said[0])
+
+
+def facts_of(unit: Unit) -> Iterator[GraphParameter]:
+    """What lowering has to know of a unit's parameters."""
+    p, mesh, options = unit.parameters, unit.mesh, unit.options
+    compute, reduce = options.dtypes(p.dtype)
+    for member, rows in zip(p.members, p.layout.rows, strict=True):
+        yield GraphParameter(
+            tuple(member.names),
+            unit.name,
+            rows,
+            p.dtype,
+            compute,
+            reduce,
+            mesh.shard.group.group_name if mesh.shard.group is not None else "",
+            mesh.replicate.group.group_name if mesh.replicate.group is not None else "",
+            mesh.replicate.size,
+            options.divide_before,
+            options.divide_after,
+        )
+
+
+def _caster(node: Node) -> Callable[..., Any]:
+    """A hook that casts a unit's inputs, as the engine's does."""
+    dtype = node.input_dtype
+    assert dtype is not None
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_to((args, kwargs), dtype)
+
+    return cast
+
+
+class _Begins:
+    """A hook on an output: its gradient has come, so backward begins. Holds the model by nothing
+    but a weak reference, as torch keeps hooks where Python's collector cannot look.
+    """
+
+    def __init__(self, compiled: CompiledModel) -> None:
+        self._compiled = weakref.ref(compiled)
+        self._begun = False
+
+    def __call__(self, gradient: Any) -> None:
+        compiled = self._compiled()
+        if self._begun or compiled is None:
+            return
+        self._begun = True
+        engine_private.call_after_backward(compiled.end_backward)
+        compiled.engine.open_backward()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
