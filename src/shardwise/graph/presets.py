@@ -9,6 +9,7 @@ tensor-parallel rank has whole, are cut over the last two axes together.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from shardwise.errors import UserError
 from shardwise.graph.cost import MeshAxis
 from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering
-from shardwise.graph.ops import FULL, REDUCED
+from shardwise.graph.ops import REDUCED
 from shardwise.graph.tensor_parallel import TensorParallelLM
 from shardwise.graph.torch_private import (
     compile_graphs,
@@ -37,6 +38,7 @@ from shardwise.graph.torch_private import (
     join_imagined_world,
     name_of_group,
 )
+from shardwise.graph.trace import Inputs, Whole, call_marked
 from shardwise.kernels.attention.ops import attention_op
 from shardwise.planning.plan import Plan
 from shardwise.planning.rows import Rows
@@ -78,12 +80,11 @@ def trace_preset(
     if workload.sequence % tensor:
         raise UserError(f"--tp {tensor} does not divide a sequence of {workload.sequence} tokens")
     with _imagined_mesh(plan, tensor) as mesh, _attention_as_one_node():
-        model = _without_memory(preset.build(workload.sequence))
+        model = _with_buffers(preset.build(workload.sequence))
         if tensor > 1:
             model = TensorParallelLM(model, tensor, mesh.names["tensor"])
         if recompute:
-            for i, block in enumerate(model.layers):  # type: ignore[union-attr,arg-type]
-                model.layers[i] = Recomputed(block)  # type: ignore[index,operator]
+            model.layers = nn.ModuleList(map(Recomputed, model.layers))  # type: ignore[arg-type]
         resolved = plan.resolve(model)
         forward, backward = _trace(
             model,
@@ -177,13 +178,10 @@ def _trace(
     facts = list(_facts(model, plan, mesh))
     parts = [torch.empty(p.rows.part, dtype=p.master, requires_grad=True) for p in facts]
     found: list[Graph] = []
+    whole = Whole(model)
 
     def call(parts: list[Tensor], inputs: Sequence[Tensor]) -> Any:
-        full: dict[str, Tensor] = {}
-        for number, (p, part) in enumerate(zip(facts, parts, strict=True)):
-            whole = FULL(part, None, None, None, number, list(p.rows.shape), p.compute)
-            full |= dict.fromkeys(p.names, whole)
-        return torch.func.functional_call(model, full, tuple(inputs), tie_weights=False)
+        return call_marked(whole, facts, Inputs(parts), tuple(inputs), {})[0]
 
     def compile_module(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering = Lowering(facts, plan, scatters=True, all_reduces=True)
@@ -203,17 +201,24 @@ def _trace(
         )
 
     try:
+        # Looking for garbage among a large graph's many objects takes longer than making them.
+        gc.disable()
         torch.compile(call, backend=compile_module, fullgraph=True)(parts, inputs)
-    except Exception:
+    except Exception:  # torch.compile wraps the one that ends it
         if len(found) != 2:
             raise
     finally:
+        gc.enable()
         torch.compiler.reset()
     forward, backward = found
     return forward, backward
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """The model with buffers of a CPU's. On the meta device torch has kernels of its own for
+    operators that are made of others elsewhere (`where` with a number, `nll_loss`), and these have
+    no gradients. Parameters stay there: their parts take their places, whose memory nobody touches.
+    """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)

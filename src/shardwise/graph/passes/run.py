@@ -108,7 +108,7 @@ def each_pass(
             summarize(graph, group=group, name=name, after=step)
             for name, graph in zip(("forward", "backward"), graphs, strict=True)
         )
-        yield PassResult(step, *graphs, (first, second))
+        yield PassResult(step, graphs[0], graphs[1], (first, second))
 
 
 def run_passes(
