@@ -225,8 +225,8 @@ def _print(
             f"{row['step_ms']:.1f}",
             f"{row['exposed_ms']:.1f}",
             f"{row['peak_bytes'] / 1e9:.2f}",
-            f"{row['gathers']}, {row['gather_bytes'] / 1e9:.2f} GB",
-            f"{row['scatters']}, {row['scatter_bytes'] / 1e9:.2f} GB",
+            f"{row['gathers']}, {_size(row['gather_bytes'])}",
+            f"{row['scatters']}, {_size(row['scatter_bytes'])}",
             str(row["longest_run"]),
         )
     console.print(table)
@@ -234,6 +234,10 @@ def _print(
     peak = {r: b for r, b in sorted(last.peak().by_role.items(), key=lambda p: -p[1]) if b}
     told = ", ".join(f"{role} {nbytes / 1e9:.2f}" for role, nbytes in peak.items())
     console.print(f"peak {last.peak().total / 1e9:.2f} GB = {told}", highlight=False)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def dump(graph: Graph, title: str) -> str:
