@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.emulation.device import DeviceLinks, Mode, Move
 from shardwise.emulation.exposure import DeviceRecorder, Exposure, HostRecorder, Message
+from shardwise.emulation.functional import graph_collectives
 from shardwise.emulation.links import Flow, HostLinks
 from shardwise.emulation.networks import NO_TIME, Network, NetworkModel, Transfer
 from shardwise.engine import torch_private
@@ -118,19 +119,23 @@ class Emulation:
         group: Any = None,
         async_op: bool = False,
     ) -> Work | None:
-        whole, own = input.view(-1), output.view(-1)
-        part, rank = own.numel(), dist.get_rank(group)
-        first, last = rank * part, rank * part + part
-        move = Move(own, whole[first:last], 1, whole, whole.numel(), (first, last))
-        return self._run("reduce_scatter", [move], group, async_op)
+        return self._run("reduce_scatter", [_scatters(output, input, group)], group, async_op)
+
+    def reduce_scatter_grouped(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
+    ) -> Work | None:
+        """Many scatters that take the time of one."""
+        moves = [_scatters(*pair, group) for pair in zip(outputs, inputs, strict=True)]
+        return self._run("reduce_scatter", moves, group, async_op=True)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Work | None:
-        size = tensor.numel()
-        # Twice round the ring: a kernel that moves the data reads it twice.
-        move = Move(tensor, tensor, 0, tensor, 2 * size, (0, size))
-        return self._run("all_reduce", [move], group, async_op)
+        return self._run("all_reduce", [_sums(tensor)], group, async_op)
+
+    def all_reduce_grouped(self, tensors: Sequence[torch.Tensor], group: Any) -> Work | None:
+        """Many sums that take the time of one."""
+        return self._run("all_reduce", list(map(_sums, tensors)), group, async_op=True)
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[Exposure]:
@@ -241,7 +246,7 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
         setattr(dist, name, replaced[name])
     torch_private.all_gather_grouped = emulation.all_gather_grouped
     try:
-        with _hook_ddp():
+        with _hook_ddp(), graph_collectives(emulation):
             yield emulation
     finally:
         torch_private.all_gather_grouped = grouped
@@ -253,6 +258,19 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
 def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:
     size = output.numel()
     return Move(output, source, dist.get_world_size(group), source, size, (0, size))
+
+
+def _scatters(output: torch.Tensor, input: torch.Tensor, group: Any) -> Move:
+    whole, own = input.view(-1), output.view(-1)
+    part, rank = own.numel(), dist.get_rank(group)
+    first, last = rank * part, rank * part + part
+    return Move(own, whole[first:last], 1, whole, whole.numel(), (first, last))
+
+
+def _sums(tensor: torch.Tensor) -> Move:
+    size = tensor.numel()
+    # Twice round the ring: a kernel that moves the data reads it twice.
+    return Move(tensor, tensor, 0, tensor, 2 * size, (0, size))
 
 
 class _Buckets:

@@ -12,25 +12,27 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from shardwise.engine import torch_private as engine_private
 from shardwise.engine.api import shard
-from shardwise.engine.collectives import Call
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.hooks import Node, cast_to, node_of, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.graph import torch_private
 from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering, replace_graph
+from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
 from shardwise.graph.trace import Inputs, Whole, call_marked
 from shardwise.planning.plan import Plan
 
 BACKENDS = ("inductor", "graph")
+DEFAULT_PASSES = ("bucket", "prefetch")
 
 
 def compile(
@@ -38,6 +40,7 @@ def compile(
     plan: Plan,
     *,
     fullgraph: bool = True,
+    passes: PassOptions | Sequence[str] | None = None,
     backend: str = "inductor",
     **options: Any,
 ) -> nn.Module:
@@ -49,6 +52,8 @@ def compile(
 
     fullgraph: False compiles the modules of the Plan's units one by one under the engine's hooks,
         for models that torch.compile breaks into several graphs.
+    passes: what is done to the graphs (docs/graph.md): options, or the names of the passes to run
+        with their defaults; an empty list leaves one collective for each parameter.
     backend: inductor, torch's compiler; graph runs the nodes as they are.
     options: of torch.compile (dynamic, mode is not among them).
     """
@@ -60,7 +65,9 @@ def compile(
                 model.get_submodule(name).compile(**options)
         return shard(model, plan)
     shard(model, plan)
-    CompiledModel(model, engine_of(model), backend == "inductor", options).hang()
+    if passes is None:
+        passes = DEFAULT_PASSES
+    CompiledModel(model, engine_of(model), backend == "inductor", passes, options).hang()
     return model
 
 
@@ -112,11 +119,16 @@ class CompiledModel:
     units: Sequence[Unit] = ()  # what an outermost node gathers before its forward: nothing here
 
     def __init__(
-        self, model: nn.Module, engine: Engine, inductor: bool, options: dict[str, Any]
+        self,
+        model: nn.Module,
+        engine: Engine,
+        inductor: bool,
+        passes: PassOptions | Sequence[str],
+        options: dict[str, Any],
     ) -> None:
         assert engine.plan is not None
         self.model, self.engine, self.plan = model, engine, engine.plan
-        self.inductor = inductor
+        self.inductor, self.passes = inductor, passes
         self._whole_model = Whole(model)
         self._nodes = [n for n in map(node_of, model.modules()) if n is not None]
         self._casts: list[Any] = []
@@ -126,7 +138,7 @@ class CompiledModel:
         self._whole: list[Tensor] | None = None  # parameters that stay whole over the step
         self._sinks: list[Tensor] | None = None
         self._agreed = False
-        self.calls: dict[bool, list[Call]] = {}
+        self.summaries: list[PassSummary] = []  # what the passes did to the last graphs
         self._run = torch.compile(self._trace, backend=self._compile, fullgraph=True, **options)
 
     # From the hooks to the graphs, and back
@@ -298,9 +310,10 @@ class CompiledModel:
         ) -> tuple[GraphModule, GraphModule]:
             lowering.tag(joint.graph)
             forward, backward = torch_private.cut_joint_graph(joint, inputs, self.inductor, **given)
-            forward = replace_graph(forward, lowering.forward(forward.graph))
-            backward = replace_graph(backward, lowering.backward(backward.graph))
-            return forward, backward
+            graphs = self._improve(
+                lowering.forward(forward.graph), lowering.backward(backward.graph)
+            )
+            return replace_graph(forward, graphs[0]), replace_graph(backward, graphs[1])
 
         def whole(module: GraphModule) -> GraphModule:
             return replace_graph(module, lowering.forward(module.graph))
@@ -313,6 +326,17 @@ class CompiledModel:
         return torch_private.compile_graphs(
             module, inputs, partition=partition, whole=whole, finish=finish, inductor=self.inductor
         )
+
+    def _improve(self, forward: Graph, backward: Graph) -> tuple[Graph, Graph]:
+        names = PASSES if isinstance(self.passes, PassOptions) else self.passes
+        given = self.passes if isinstance(self.passes, PassOptions) else PassOptions()
+        mesh = self.engine.mesh
+        if mesh.shard.group is None or not names:
+            return forward, backward
+        grouped = mesh.shard.gathers_grouped(mesh.device)
+        options = replace(given, coalesced=given.coalesced and grouped)
+        forward, backward, self.summaries = run_passes(forward, backward, options, passes=names)
+        return forward, backward
 
     def _agree(self, reason: str | None) -> None:
         """Before the first graph runs: if some rank cannot trace its model, none runs graphs."""

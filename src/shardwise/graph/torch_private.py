@@ -5,7 +5,8 @@ No other file of this room touches one (`tests/unit/test_torch_private.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def cut_joint_graph(
     """torch's own cut of a joint graph into forward and backward, which recomputes what is cheap
     and what is tagged. The compiler's first passes come before it.
     """
-    from functorch.compile import (  # type: ignore[import-untyped]
+    from functorch.compile import (
         min_cut_rematerialization_partition,
     )
 
@@ -139,3 +140,24 @@ def place_of(error: BaseException) -> str:
     """The line of the user's program that an error of tracing is about; empty if it says none."""
     stack = list(getattr(error, "real_stack", None) or ())
     return f"{stack[-1].filename}:{stack[-1].lineno}, `{stack[-1].line}`" if stack else ""
+
+
+def group_named(name: str) -> Any:
+    """The process group of a traced collective, which names it."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name)
+
+
+@contextmanager
+def override_collectives(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Other kernels for the collectives of graphs. They are called from compiled code, below
+    everything in `torch.distributed` that Python could replace.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            for key in ("CPU", "CUDA"):
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()

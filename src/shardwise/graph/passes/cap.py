@@ -132,9 +132,7 @@ def _follow(
         place = points[0].place if points else 0
         missing = sum(node not in issue.done for node in remembered[first:place])
         jumps = wanted < len(turn) and turn[scheduled[wanted]] != first
-        may_jump = jumps and (
-            not points or (since + missing < most and issue.count - first < most)
-        )
+        may_jump = jumps and (not points or (since + missing < most and issue.count - first < most))
         if points and not missing and not may_jump:
             for name in points.pop(0).names:
                 issue.put(scatters[name])

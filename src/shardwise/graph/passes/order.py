@@ -20,9 +20,7 @@ class Part:
     result: Node  # what stands for its waited output
 
 
-def copy_graph(
-    graph: Graph, order: Iterable[Node] | None = None
-) -> tuple[Graph, dict[Node, Node]]:
+def copy_graph(graph: Graph, order: Iterable[Node] | None = None) -> tuple[Graph, dict[Node, Node]]:
     """A copy with all that nodes know, in their order or another, and which node became which."""
     copy, new = Graph(), {}
     for node in graph.nodes if order is None else order:
@@ -183,7 +181,11 @@ class Issue:
         """The turn of the latest collective for which a node would have to wait; -1 if for none."""
         open_waits = (collective_of(n) for n in self.waits[node] - self.done)
         return max(
-            (self.issued.get(n, len(self.nodes)) for n in open_waits if n and not self.has_arrived(n)),
+            (
+                self.issued.get(n, len(self.nodes))
+                for n in open_waits
+                if n and not self.has_arrived(n)
+            ),
             default=-1,
         )
 

@@ -9,9 +9,7 @@ from shardwise.graph.passes.identify import sharding_gathers
 from shardwise.graph.passes.order import compute_before, copy_graph, dependencies, undone
 
 
-def prefetch(
-    graph: Graph, *, window: int, in_flight_bytes: int, group: str | None = None
-) -> Graph:
+def prefetch(graph: Graph, *, window: int, in_flight_bytes: int, group: str | None = None) -> Graph:
     """Each gather of parameters up to `window` compute nodes in front of the first one that needs
     it, as long as no more than `in_flight_bytes` are on their way; none is issued later than it
     was, and all in the order in which they are needed. All groups, or one: a norm's small gather
