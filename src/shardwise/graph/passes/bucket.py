@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from shardwise.graph.passes.order import (
     copy_graph,
     dependencies,
     parts_of,
+    put_in_order,
     stable_order,
 )
 
@@ -63,12 +65,13 @@ def bucket(
         ):
             if len(members) > 1:
                 join(made, [_part_of(node) for node in members], members[0], coalesced=coalesced)
-    return tidied(made)
+    tidy(made)
+    return made
 
 
-def tidied(graph: Graph) -> Graph:
-    """In an order in which buckets are valid: a gather's inputs come before it, all else behind."""
-    return copy_graph(graph, stable_order(graph.nodes, up=lambda n: kind_of(n) == "all_gather"))[0]
+def tidy(graph: Graph) -> None:
+    """An order in which new buckets are valid: a gather's inputs before it, all else behind."""
+    put_in_order(graph, stable_order(graph.nodes, up=lambda n: kind_of(n) == "all_gather"))
 
 
 def choose(
@@ -161,7 +164,7 @@ def join(graph: Graph, parts: Sequence[Part], like: Node, *, coalesced: bool) ->
     used their results uses its. Its place may be in front of what it needs.
     """
     gathers = kind_of(like) == "all_gather"
-    rest = tuple(like.args[1:])
+    rest: tuple[Any, ...] = like.args[1:]
     size = rest[0] if gathers else rest[1]
     first = parts[0].result.args[0] if coalesced or is_wait(parts[0].result) else like
     with graph.inserting_before(first if isinstance(first, Node) else like):
@@ -200,9 +203,9 @@ def _coalesce(
     node = _call(graph, target, ([part.given for part in parts], *rest), lambda: examples)
     results = []
     for i, part in enumerate(parts):
-        one = _call(graph, operator.getitem, (node, i), lambda i=i: examples[i])
+        one = _call(graph, operator.getitem, (node, i), partial(examples.__getitem__, i))
         with graph.inserting_before(part.result):
-            results.append(_call(graph, WAIT, (one,), lambda i=i: examples[i]))
+            results.append(_call(graph, WAIT, (one,), partial(examples.__getitem__, i)))
     return node, results
 
 

@@ -8,11 +8,12 @@ come in time and as long as nothing is far ahead of its turn; else it follows th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
 from shardwise.graph.nodes import is_compute
-from shardwise.graph.passes.bucket import split, tidied
+from shardwise.graph.passes.bucket import split, tidy
 from shardwise.graph.passes.identify import identify
 from shardwise.graph.passes.order import Issue, copy_graph, dependencies, parts_of
 
@@ -27,7 +28,7 @@ class Interleaving:
     def runs(self) -> list[int]:
         """Compute nodes in front of each reduce-scatter, and behind the last."""
         places = [0, *(place for _, place, _ in self.scatters), len(self.compute)]
-        return [b - a for a, b in zip(places, places[1:], strict=False)]
+        return [b - a for a, b in pairwise(places)]
 
 
 def snapshot(graph: Graph, *, group: str) -> Interleaving:
@@ -62,7 +63,7 @@ def cap(graph: Graph, *, group: str, before: Interleaving, max_consecutive: int 
     points = _plan(before, max_consecutive)
     made, _ = copy_graph(graph)
     _cut(made, group, points)
-    made = tidied(made)
+    tidy(made)
     scatters = {name: node for node in _scatters(made, group) for name in _names(node)}
     return _follow(made, before, points, scatters, max_consecutive)
 
@@ -123,7 +124,7 @@ def _follow(
     scatters: dict[str, Node],
     most: int,
 ) -> Graph:
-    issue = Issue(graph, pinned=set(scatters.values()))
+    issue = Issue(graph.nodes, pinned=set(scatters.values()))
     named = {node.name: node for node in issue.compute}
     turn = {named[name]: i for i, name in enumerate(before.compute)}
     remembered, scheduled = list(turn), list(issue.compute)
@@ -149,7 +150,7 @@ def _follow(
 
 def restore_order(graph: Graph, *, before: Interleaving) -> Graph:
     """All compute nodes in the order that they had in `before`; buckets stay as they are."""
-    issue = Issue(graph)
+    issue = Issue(graph.nodes)
     named = {node.name: node for node in issue.compute}
     for name in before.compute:
         issue.compute_node(named[name])

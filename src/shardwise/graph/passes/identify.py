@@ -1,4 +1,4 @@
-"""Which collectives of a graph shard parameters: gathers of one parameter, scatters of a gradient."""
+"""Which collectives shard parameters: gathers of one parameter, scatters of a gradient."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -22,7 +23,8 @@ class Part:
 
 def copy_graph(graph: Graph, order: Iterable[Node] | None = None) -> tuple[Graph, dict[Node, Node]]:
     """A copy with all that nodes know, in their order or another, and which node became which."""
-    copy, new = Graph(), {}
+    copy = Graph()
+    new: dict[Node, Node] = {}
     for node in graph.nodes if order is None else order:
         new[node] = copy.node_copy(node, new.__getitem__)
     for node in new.values():
@@ -70,6 +72,13 @@ def stable_order(nodes: Iterable[Node], up: Callable[[Node], bool] = lambda _: F
     return order
 
 
+def put_in_order(graph: Graph, order: Sequence[Node]) -> None:
+    """Moves the nodes of a graph; for graphs that a pass has made itself."""
+    for before, node in pairwise(order):
+        before.append(node)
+    graph.lint()
+
+
 def undone(node: Node, done: set[Node]) -> set[Node]:
     """All that a node depends on and that is not done."""
     found: set[Node] = set()
@@ -86,13 +95,13 @@ class Issue:
     """An order that is built compute node by compute node.
 
     With a compute node come the nodes that it needs and that have not come yet. A collective of
-    activations or gradients comes as soon as its input is computed, a gather of parameters when as
-    many compute nodes have been issued as stand in front of it in the graph. A wait comes only
+    activations or gradients comes as soon as its input is computed; a gather of parameters when as
+    many compute nodes have been issued as stand in front of it in the given order; a wait only
     where its value is used.
     """
 
-    def __init__(self, graph: Graph, pinned: Iterable[Node] = ()) -> None:
-        self.nodes = list(graph.nodes)
+    def __init__(self, nodes: Iterable[Node], pinned: Iterable[Node] = ()) -> None:
+        self.nodes = list(nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.order: list[Node] = []
         self.done: set[Node] = set()
@@ -107,6 +116,9 @@ class Issue:
         self.computed = 0  # bits of the compute nodes in the order
         self.count = 0
         self._read(set(pinned))
+        for node in self.nodes:
+            if node.op == "placeholder":  # their order is the graph's signature
+                self.put(node)
 
     def _read(self, pinned: set[Node]) -> None:
         bit = {node: 1 << i for i, node in enumerate(self.compute)}
@@ -166,14 +178,13 @@ class Issue:
             open_waits = [collective_of(n) for n in self.waits[node] - self.done]
             latest = len(self.issued) - 1
             if node in self.done or all(
-                self.has_arrived(n) or self.issued.get(n, latest) < latest for n in open_waits
+                n is None or self.has_arrived(n) or self.issued.get(n, latest) < latest
+                for n in open_waits
             ):
                 self.driven.remove(node)
                 self.put(node)
 
-    def has_arrived(self, collective: Node | None) -> bool:
-        if collective is None:
-            return True
+    def has_arrived(self, collective: Node) -> bool:
         turn = self.issued.get(collective)
         return turn is not None and turn <= self.arrived.get(group_of(collective), -1)
 

@@ -47,9 +47,9 @@ def _places(
     for node in sorted(gathers, key=lambda n: (needed[n], before[n])):
         size, place = message_bytes(node), max(earliest, needed[node] - window)
         while place < before[node]:
-            if size + sum(s for when, s in flying if when > place) <= in_flight_bytes:
+            if size + sum(s for when, s in flying if when >= place) <= in_flight_bytes:
                 break
-            place = min([when for when, _ in flying if when > place], default=before[node])
+            place = min([when + 1 for when, _ in flying if when >= place], default=before[node])
         place = max(0, min(place, before[node]))
         places[node] = earliest = place
         flying.append((needed[node], size))

@@ -14,7 +14,6 @@ from shardwise.graph.nodes import message_bytes
 from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
 from shardwise.graph.passes.identify import identify
-from shardwise.graph.passes.order import copy_graph
 from shardwise.graph.passes.prefetch import prefetch
 from shardwise.graph.passes.sort import sort
 
@@ -98,7 +97,7 @@ def each_pass(
             raise UserError(f"graph passes: unknown pass {name!r}{nearest(name, PASSES)}")
     options = options or PassOptions()
     group = identify(forward).group or identify(backward).group  # kept parameters: no gather there
-    graphs = [copy_graph(graph)[0] for graph in (forward, backward)]
+    graphs = [forward, backward]
     before = [snapshot(graph, group=group) for graph in graphs]
     for step in ("none", *(name for name in PASSES if name in passes and name != "identify")):
         if step != "none":

@@ -17,14 +17,11 @@ def sort(graph: Graph, *, ready_first: bool = True) -> Graph:
     behind them: torch's `stable_topological_sort`.
     """
     order = stable_order(graph.nodes)
-    if ready_first:
-        order = _ready_first(copy_of := copy_graph(graph, order)[0])
-        return copy_graph(copy_of, order)[0]
-    return copy_graph(graph, order)[0]
+    return copy_graph(graph, _ready_first(order) if ready_first else order)[0]
 
 
-def _ready_first(graph: Graph) -> list[Node]:
-    issue = Issue(graph)
+def _ready_first(nodes: list[Node]) -> list[Node]:
+    issue = Issue(nodes)
     left = list(issue.compute)
     while left:
         issue.gather()
