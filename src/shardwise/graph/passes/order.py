@@ -25,7 +25,10 @@ def copy_graph(graph: Graph, order: Iterable[Node] | None = None) -> tuple[Graph
     """A copy with all that nodes know, in their order or another, and which node became which."""
     copy = Graph()
     new: dict[Node, Node] = {}
-    for node in graph.nodes if order is None else order:
+    # Inputs are given by their places: those stay.
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    others = [n for n in (graph.nodes if order is None else order) if n.op != "placeholder"]
+    for node in (*inputs, *others):
         new[node] = copy.node_copy(node, new.__getitem__)
     for node in new.values():
         if "after" in node.meta:

@@ -15,6 +15,7 @@ from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
 from shardwise.graph.passes.identify import identify
 from shardwise.graph.passes.prefetch import prefetch
+from shardwise.graph.passes.settle import settle
 from shardwise.graph.passes.sort import sort
 
 PASSES = ("identify", "bucket", "prefetch", "sort", "cap")
@@ -33,6 +34,7 @@ class PassOptions:
     max_span: Annotated[int, _whole(0)] | None = None
     window: Annotated[int, _whole(0)] = 50  # compute nodes by which a gather may come earlier
     in_flight_bytes: Annotated[int, _whole(0)] = 2 << 30  # of gathers that came earlier
+    under_way_bytes: Annotated[int, _whole(0)] = 256 << 20  # of reduce-scatters not waited for
     ready_first: bool = True  # compute that waits for nothing goes first; False: torch's sort
     # Compute nodes between reduce-scatters; None: no cap.
     max_consecutive: Annotated[int, _whole(1)] | None = 8
@@ -135,6 +137,14 @@ def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Inte
         )
     if step == "prefetch":
         return prefetch(graph, window=options.window, in_flight_bytes=options.in_flight_bytes)
+    return settle(
+        _ordered(step, graph, options, group, before), under_way_bytes=options.under_way_bytes
+    )
+
+
+def _ordered(
+    step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving
+) -> Graph:
     if step == "sort":
         return sort(graph, ready_first=options.ready_first)
     if options.restore:
