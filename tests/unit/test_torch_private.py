@@ -30,8 +30,12 @@ from shardwise.engine.torch_private import FSDPState
 
 SRC = Path(shardwise.__file__).parent
 
-# Where private names may stand: two files, because `description` lies below `engine`.
-ALLOWED = {"engine/torch_private.py", "description/tracing/torch_private.py"}
+# Where private names may stand: `description` lies below `engine`, and graphs have their own.
+ALLOWED = {
+    "engine/torch_private.py",
+    "description/tracing/torch_private.py",
+    "graph/torch_private.py",
+}
 
 # Classes in the place of torch's: they answer to the private names that torch calls.
 STAND_INS = {"fsdp2/module.py", "fsdp2/sharding.py"}

@@ -238,7 +238,7 @@ def test_a_wider_window_lets_recomputation_run_ahead_of_the_first_scatter() -> N
     firsts = {}
     for window in (2, 12, 24, 1000):
         options = PassOptions(bucket_bytes=12 * ONE, window=window, max_consecutive=None)
-        _, made, summaries = run_passes(graph, graph, options)
+        _, _, summaries = run_passes(graph, graph, options)
         firsts[window] = summaries[-1].before_first
     _, _, unsorted = run_passes(graph, graph, options, passes=("bucket", "prefetch"))
     assert firsts[2] <= firsts[12] < firsts[24] < firsts[1000]
@@ -270,6 +270,25 @@ def test_waits_for_gradients_come_last(backward: tuple[Graph, list[torch.Tensor]
     last = max(i for i, n in enumerate(order) if is_compute(n))
     scatters = identify(made, group=GROUP).scatters
     assert all(order.index(user) > last for node in scatters for user in node.users)
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_an_all_reduce_behind_a_scatter_lets_the_next_scatter_go_first(most: int | None) -> None:
+    def function(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = []
+        for weight in weights:
+            x = x @ weight
+            found.append(graphs.reduced(graphs.scattered(x), "replicas") / 2)
+        return (x, *found)
+
+    values = [torch.randn(8, 8, dtype=torch.float64) for _ in range(6)]
+    graph = graphs.trace(function, *values)
+    options = PassOptions(bucket_bytes=2 * ONE if most else 1, max_consecutive=most)
+    _, made, _ = run_passes(graph, graph, options)
+    graphs.assert_equal(graph, made, values)
+    kinds = [kind_of(n)[:3] for n in made.nodes if kind_of(n) or is_compute(n)]
+    if most is None:  # of each, but for the last: scatter, product, scatter, product, all-reduce
+        assert kinds[:6] == ["", "red", "", "red", "", "all"]
 
 
 # -- cap -----------------------------------------------------------------------------------------

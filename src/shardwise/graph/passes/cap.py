@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from shardwise.graph.nodes import is_compute
 from shardwise.graph.passes.bucket import split, tidy
 from shardwise.graph.passes.identify import identify
-from shardwise.graph.passes.order import Issue, copy_graph, dependencies, parts_of
+from shardwise.graph.passes.order import Issue, copy_graph, dependencies, parts_of, put_in_order
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,15 @@ def cap(graph: Graph, *, group: str, before: Interleaving, max_consecutive: int 
     more, and at most as many ahead of their turn in it. A bucket of reduce-scatters that would
     hold one of them back for longer is cut.
     """
-    if max(snapshot(graph, group=group).runs()[:-1], default=0) <= max_consecutive:
+    if longest_run(graph, group=group) <= max_consecutive:
         return copy_graph(graph)[0]
     points = _plan(before, max_consecutive)
     made, _ = copy_graph(graph)
     _cut(made, group, points)
     tidy(made)
     scatters = {name: node for node in _scatters(made, group) for name in _names(node)}
-    return _follow(made, before, points, scatters, max_consecutive)
+    _follow(made, before, points, scatters, max_consecutive)
+    return made
 
 
 @dataclass
@@ -123,7 +124,8 @@ def _follow(
     points: list[_Point],
     scatters: dict[str, Node],
     most: int,
-) -> Graph:
+) -> None:
+    """The scheduled order where it may be followed, else the remembered; moves the nodes."""
     issue = Issue(graph.nodes, pinned=set(scatters.values()))
     named = {node.name: node for node in issue.compute}
     turn = {named[name]: i for i, name in enumerate(before.compute)}
@@ -145,7 +147,7 @@ def _follow(
             first += 1
         while wanted < len(turn) and scheduled[wanted] in issue.done:
             wanted += 1
-    return copy_graph(graph, issue.finish())[0]
+    put_in_order(graph, issue.finish())
 
 
 def restore_order(graph: Graph, *, before: Interleaving) -> Graph:

@@ -27,6 +27,8 @@ def _whole(least: int) -> Bound:
 
 @dataclass(frozen=True)
 class PassOptions:
+    """How far each pass goes."""
+
     bucket_bytes: Annotated[int, _whole(1)] = 48 << 20
     adjacent_only: bool = False  # torch's greedy buckets, for comparison
     coalesced: bool = True  # one call with a list of tensors instead of one packed tensor
