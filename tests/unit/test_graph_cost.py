@@ -17,6 +17,7 @@ from shardwise.graph.cost import MeshAxis, program_of, simulate_graphs
 from shardwise.graph.nodes import ALL_GATHER, REDUCE_SCATTER, WAIT
 from shardwise.graph.passes.run import PassOptions
 from shardwise.graph.passes.schedule import Trial, choose, frontier
+from shardwise.graph.passes.settle import settle
 from shardwise.predict.cost import Costs
 from shardwise.predict.program import Op, Program
 
@@ -168,6 +169,23 @@ def test_what_a_reduce_scatter_reads_stays_until_its_wait() -> None:
     last = max(i for i, op in enumerate(program.ops) if op.role == "compute")
     held = sum(c.nbytes for c in program.changes if c.role == "activations" and c.at < last)
     assert held == SQUARE  # the whole gradient, while the last product runs
+
+
+def test_reduce_scatters_are_waited_for_in_time() -> None:
+    """Waits at the end hold every whole gradient; `settle` lets go of all but two at a time."""
+    d = Drawn()
+    x = d.given("primals_1", N, N)
+    scattered = [d.call(REDUCE_SCATTER, d.mm(x, x), "sum", 4, "g") for _ in range(6)]
+    backward = d.end(*[d.call(WAIT, node) for node in scattered])
+    settled = settle(backward, under_way_bytes=2 * SQUARE)
+    assert [n.name for n in settled.nodes if n.op == "output"] == ["output"]
+    forward = Drawn()
+    empty = forward.end(forward.given("primals_1", N, N))
+    late, soon = (program_of(empty, graph, COSTS, AXES) for graph in (backward, settled))
+    assert max(curve(late, "activations")) == 6 * SQUARE
+    assert max(curve(soon, "activations")) == 3 * SQUARE  # two under way, and the next one's
+    assert len(late.ops) == len(soon.ops)
+    assert settle(backward, under_way_bytes=6 * SQUARE).nodes is not backward.nodes
 
 
 def trial(ms: float, nbytes: int) -> Trial:

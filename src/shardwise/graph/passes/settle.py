@@ -17,14 +17,14 @@ from shardwise.graph.passes.order import copy_graph
 
 
 def settle(graph: Graph, *, under_way_bytes: int) -> Graph:
-    """Each reduce-scatter of gradients is waited for, at the latest, when the next one would make
-    it more than `under_way_bytes` that are not. None is waited for before the next is issued.
+    """Each reduce-scatter of gradients is waited for, at the latest, when with a new one more than
+    `under_way_bytes` are not. None is waited for before the next is issued.
     """
     scatters = set(sharding_scatters(graph))
     waits: dict[Node, list[Node]] = {node: [] for node in scatters}
     for node in graph.nodes:
         scatter = collective_of(node) if is_wait(node) else None
-        if scatter in waits:
+        if scatter is not None and scatter in waits:
             waits[scatter].append(node)
     order: list[Node] = []
     done: set[Node] = set()
@@ -40,9 +40,8 @@ def settle(graph: Graph, *, under_way_bytes: int) -> Graph:
     for node in graph.nodes:
         put(node)
         if node in scatters:
-            while (
-                flying and message_bytes(node) + sum(map(message_bytes, flying)) > under_way_bytes
-            ):
+            flying.append(node)
+            while len(flying) > 1 and sum(map(message_bytes, flying)) > under_way_bytes:
                 for wait in waits[flying.popleft()]:
                     put(wait)
     return copy_graph(graph, order)[0]
