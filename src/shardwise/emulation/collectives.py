@@ -104,11 +104,15 @@ class Emulation:
         return self._run("all_gather", [move], group, async_op)
 
     def all_gather_grouped(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        group: Any,
+        lasts: bool = True,
     ) -> Work | None:
         """Many gathers that take the time of one."""
         pairs = zip(outputs, inputs, strict=True)
-        moves = [_gathers(output, source, group) for output, source in pairs]
+        moves = [_gathers(output, source, group, lasts) for output, source in pairs]
         return self._run("all_gather", moves, group, async_op=True)
 
     def reduce_scatter(
@@ -125,7 +129,7 @@ class Emulation:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
     ) -> Work | None:
         """Many scatters that take the time of one."""
-        moves = [_scatters(*pair, group) for pair in zip(outputs, inputs, strict=True)]
+        moves = [_scatters(*pair, group, False) for pair in zip(outputs, inputs, strict=True)]
         return self._run("reduce_scatter", moves, group, async_op=True)
 
     def all_reduce(
@@ -255,16 +259,16 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
         emulation.close()
 
 
-def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:
+def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any, lasts: bool = True) -> Move:
     size = output.numel()
-    return Move(output, source, dist.get_world_size(group), source, size, (0, size))
+    return Move(output, source, dist.get_world_size(group), source, size, (0, size), lasts)
 
 
-def _scatters(output: torch.Tensor, input: torch.Tensor, group: Any) -> Move:
+def _scatters(output: torch.Tensor, input: torch.Tensor, group: Any, lasts: bool = True) -> Move:
     whole, own = input.view(-1), output.view(-1)
     part, rank = own.numel(), dist.get_rank(group)
     first, last = rank * part, rank * part + part
-    return Move(own, whole[first:last], 1, whole, whole.numel(), (first, last))
+    return Move(own, whole[first:last], 1, whole, whole.numel(), (first, last), lasts)
 
 
 def _sums(tensor: torch.Tensor) -> Move:

@@ -51,6 +51,7 @@ class GraphCollectives:
             [output.view(-1) for output in outputs],
             [source.view(-1) for source in sources],
             group_named(group),
+            lasts=False,
         )
         self._start(outputs, sources, work)
 
