@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,6 @@ from shardwise.errors import UserError
 from shardwise.graph.cost import MeshAxis
 from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering
-from shardwise.graph.ops import REDUCED
 from shardwise.graph.tensor_parallel import TensorParallelLM
 from shardwise.graph.torch_private import (
     compile_graphs,
@@ -192,7 +191,6 @@ def _trace(
             lowering.tag(joint.graph)
             forward, backward = cut_joint_graph(joint, inputs, False, **given)
             found.append(lowering.forward(forward.graph))
-            _reduce_when_made(backward.graph)
             found.append(lowering.backward(backward.graph))
             raise _Traced
 
@@ -223,17 +221,6 @@ def _with_buffers(model: nn.Module) -> nn.Module:
         for name, buffer in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
     return model
-
-
-def _reduce_when_made(backward: Graph) -> None:
-    """Autograd runs what was recorded first last, so all gradients' ends stand at the end of what
-    it traced. Here each one follows its gradient.
-    """
-    for node in list(backward.nodes):
-        if node.target is REDUCED:
-            gradient = node.args[0]
-            assert isinstance(gradient, Node)
-            gradient.append(node)
 
 
 class _Traced(Exception):
