@@ -232,8 +232,8 @@ def _print(
     console.print(table)
     console.print(str(last.breakdown()), highlight=False)
     peak = {r: b for r, b in sorted(last.peak().by_role.items(), key=lambda p: -p[1]) if b}
-    told = ", ".join(f"{role} {nbytes / 1e9:.2f}" for role, nbytes in peak.items())
-    console.print(f"peak {last.peak().total / 1e9:.2f} GB = {told}", highlight=False)
+    told = ", ".join(f"{role} {_size(nbytes)}" for role, nbytes in peak.items())
+    console.print(f"peak {_size(last.peak().total)} = {told}", highlight=False)
 
 
 def _size(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Graphs of a preset's step on ranks that are not there: traced on the meta device by rank 0 of an
+"""Graphs of a preset's step on ranks that are not there: traced, and not run, by rank 0 of an
 imagined world.
 
 Every module with parameters is a unit of its own: nothing is gathered before it is used, and every
