@@ -9,7 +9,6 @@ tensor-parallel rank has whole, are cut over the last two axes together.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,14 +198,11 @@ def _trace(
         )
 
     try:
-        # Looking for garbage among a large graph's many objects takes longer than making them.
-        gc.disable()
         torch.compile(call, backend=compile_module, fullgraph=True)(parts, inputs)
     except Exception:  # torch.compile wraps the one that ends it
         if len(found) != 2:
             raise
     finally:
-        gc.enable()
         torch.compiler.reset()
     forward, backward = found
     return forward, backward
