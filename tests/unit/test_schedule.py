@@ -6,9 +6,7 @@ import dataclasses
 
 import pytest
 
-from shardwise.description.collectives import Members
 from shardwise.description.workload import Workload
-from shardwise.lab.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.program import Program, lay_work, rounded, scaled, works_of
@@ -153,44 +151,6 @@ def test_an_emulated_collective_copies_and_then_waits() -> None:
     assert copy.seconds + wait.seconds == pytest.approx(4e-3)
 
 
-def graph(layers: int = 6) -> GraphModel:
-    def node(name: str, **more: object) -> GraphNode:
-        return GraphNode(name, 1e-3, saved_bytes=1000, **more)  # type: ignore[arg-type]
-
-    sends = {"collective": "all_gather", "collective_bytes": 400_000}
-    forward = (
-        node("a", parameter_bytes=500_000),
-        node("b", parameter_bytes=500_000, **sends),
-        node("c"),
-    )
-    backward = tuple(dataclasses.replace(n, name=f"{n.name} backward") for n in reversed(forward))
-    return GraphModel(layers, forward, backward, 0, 2, 100, 10_000)
-
-
-def test_graph_policies_trade_time_for_memory() -> None:
-    costs, data, tensor = Costs.of(CLUSTER), Members(2), Members(2)
-
-    def run(**policy: object):  # type: ignore[no-untyped-def]
-        return simulate_graph(graph(), GraphPolicy(**policy), costs, data, tensor)  # type: ignore[arg-type]
-
-    near, far = run(window=0), run(window=6)
-    assert far.step < near.step
-    assert max(far.curve().roles["full"]) > max(near.curve().roles["full"])
-    free, capped, kept = (run(window=6, bucketing="any", consecutive=n) for n in (None, 1, 0))
-    assert free.step <= capped.step <= kept.step
-    activations = [max(t.curve().roles["activations"]) for t in (free, capped, kept)]
-    assert activations == sorted(activations, reverse=True) and activations[0] > activations[2]
-    for timeline in (near, far, free, capped, kept):
-        parts = timeline.breakdown()
-        assert parts.step == sum(parts.parts().values())
-
-
-def test_graph_policies_check_themselves() -> None:
-    with pytest.raises(ValueError, match="bucketing"):
-        GraphPolicy(bucketing="some")
-    with pytest.raises(ValueError, match="at least 0"):
-        GraphPolicy(window=-1)
-    with pytest.raises(ValueError, match="bucket_bytes"):
-        GraphPolicy(bucket_bytes=0)
+def test_options_of_a_step_check_themselves() -> None:
     with pytest.raises(ValueError, match="update"):
         StepOptions(update="slow")

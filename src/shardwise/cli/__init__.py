@@ -17,6 +17,7 @@ from shardwise.errors import UserError
 # called with the parsed arguments.
 COMMANDS = (
     "shardwise.cli.plan",
+    "shardwise.cli.graph",
     "shardwise.cli.train",
     "shardwise.cli.report",
     "shardwise.cli.profile",

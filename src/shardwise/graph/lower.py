@@ -93,6 +93,7 @@ class Lowering:
         return walk.end()
 
     def backward(self, graph: Graph) -> Graph:
+        _reduce_when_made(graph)
         walk = _Walk(self, graph)
         schedule = self.schedule
         schedule.set_gradients()
@@ -109,6 +110,17 @@ class Lowering:
         walk.run(schedule.before_backward, schedule.after_backward)
         schedule.end_backward()
         return walk.end()
+
+
+def _reduce_when_made(backward: Graph) -> None:
+    """Autograd runs what was recorded first last, so all gradients' ends stand at the end of what
+    it traced. Here each one follows its gradient.
+    """
+    for node in list(backward.nodes):
+        if node.target is REDUCED:
+            gradient = node.args[0]
+            assert isinstance(gradient, Node)
+            gradient.append(node)
 
 
 class _Walk:

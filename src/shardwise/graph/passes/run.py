@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
 from shardwise.graph.passes.identify import identify
 from shardwise.graph.passes.prefetch import prefetch
+from shardwise.graph.passes.settle import settle
 from shardwise.graph.passes.sort import sort
 
 PASSES = ("identify", "bucket", "prefetch", "sort", "cap")
@@ -35,6 +36,7 @@ class PassOptions:
     max_span: Annotated[int, _whole(0)] | None = None
     window: Annotated[int, _whole(0)] = 50  # compute nodes by which a gather may come earlier
     in_flight_bytes: Annotated[int, _whole(0)] = 2 << 30  # of gathers that came earlier
+    under_way_bytes: Annotated[int, _whole(0)] = 256 << 20  # of reduce-scatters not waited for
     ready_first: bool = True  # compute that waits for nothing goes first; False: torch's sort
     # Compute nodes between reduce-scatters; None: no cap.
     max_consecutive: Annotated[int, _whole(1)] | None = 8
@@ -74,6 +76,44 @@ def summarize(graph: Graph, *, group: str, name: str = "", after: str = "none") 
     )
 
 
+@dataclass(frozen=True)
+class PassResult:
+    """Both graphs after a pass, or as they were given (`after` is "none")."""
+
+    after: str
+    forward: Graph
+    backward: Graph
+    summaries: tuple[PassSummary, PassSummary]
+
+
+def each_pass(
+    forward: Graph,
+    backward: Graph,
+    options: PassOptions | None = None,
+    *,
+    passes: Sequence[str] = PASSES,
+) -> Iterator[PassResult]:
+    """Both graphs as given, then after each pass. The passes run in the order of `PASSES`; `passes`
+    says which of them.
+    """
+    for name in passes:
+        if name not in PASSES:
+            raise UserError(f"graph passes: unknown pass {name!r}{nearest(name, PASSES)}")
+    options = options or PassOptions()
+    group = identify(forward).group or identify(backward).group  # kept parameters: no gather there
+    graphs = [forward, backward]
+    before = [snapshot(graph, group=group) for graph in graphs]
+    for step in ("none", *(name for name in PASSES if name in passes and name != "identify")):
+        if step != "none":
+            pairs = zip(graphs, before, strict=True)
+            graphs = [_run(step, graph, options, group, known) for graph, known in pairs]
+        first, second = (
+            summarize(graph, group=group, name=name, after=step)
+            for name, graph in zip(("forward", "backward"), graphs, strict=True)
+        )
+        yield PassResult(step, graphs[0], graphs[1], (first, second))
+
+
 def run_passes(
     forward: Graph,
     backward: Graph,
@@ -81,26 +121,10 @@ def run_passes(
     *,
     passes: Sequence[str] = PASSES,
 ) -> tuple[Graph, Graph, list[PassSummary]]:
-    """Both graphs after the passes, and what each pass left, in order. The passes run in the order
-    of `PASSES`; `passes` says which of them.
-    """
-    for name in passes:
-        if name not in PASSES:
-            raise UserError(f"graph passes: unknown pass {name!r}{nearest(name, PASSES)}")
-    options = options or PassOptions()
-    group = identify(forward).group or identify(backward).group  # kept parameters: no gather there
-    summaries: list[PassSummary] = []
-    graphs = []
-    for name, graph in (("forward", forward), ("backward", backward)):
-        before = snapshot(graph, group=group)
-        made = graph
-        summaries.append(summarize(made, group=group, name=name))
-        for step in PASSES:
-            if step in passes and step != "identify":
-                made = _run(step, made, options, group, before)
-                summaries.append(summarize(made, group=group, name=name, after=step))
-        graphs.append(made)
-    return graphs[0], graphs[1], summaries
+    """Both graphs after the passes, and what each pass left: of forward, then of backward."""
+    results = list(each_pass(forward, backward, options, passes=passes))
+    summaries = [result.summaries[i] for i in (0, 1) for result in results]
+    return results[-1].forward, results[-1].backward, summaries
 
 
 def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving) -> Graph:
@@ -115,6 +139,14 @@ def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Inte
         )
     if step == "prefetch":
         return prefetch(graph, window=options.window, in_flight_bytes=options.in_flight_bytes)
+    return settle(
+        _ordered(step, graph, options, group, before), under_way_bytes=options.under_way_bytes
+    )
+
+
+def _ordered(
+    step: str, graph: Graph, options: PassOptions, group: str, before: Interleaving
+) -> Graph:
     if step == "sort":
         return sort(graph, ready_first=options.ready_first)
     if options.restore:

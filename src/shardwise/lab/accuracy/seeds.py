@@ -7,18 +7,20 @@ Nothing here is fitted to the figures it is compared with. What goes in: one GPU
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
-from shardwise.description.collectives import Members
-from shardwise.description.model import KernelFact, ModelDescription
+from shardwise.description.model import ModelDescription
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
+from shardwise.graph.cost import simulate_graphs
+from shardwise.graph.passes.run import PassOptions, run_passes
+from shardwise.graph.presets import TracedStep, plan_by_modules, trace_preset
 from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.exercises.ffn import SEQUENCE
-from shardwise.lab.graph import GraphModel, GraphNode, GraphPolicy, simulate_graph
 from shardwise.predict.cost import Costs
 from shardwise.predict.describe import describe_preset
 from shardwise.predict.step import StepOptions
@@ -158,123 +160,101 @@ def rows_001() -> Iterator[Row]:
     }
 
 
-# Seed 002: Llama-3 8B, data parallel 16 x tensor parallel 8, 128 H100. The document gives neither
-# batch nor sequence; 2 sequences of 8,192 for each data-parallel rank are assumed.
-LLAMA = load_preset("llama8b")
-GRAPH_TOKENS = 2 * 8192
+# Seed 002: Llama-3 8B, data parallel 16 x tensor parallel 8, 128 H100, as graphs with passes.
 DATA, TENSOR = 16, 8
-VARIANTS: dict[str, tuple[GraphPolicy, float | None, float | None]] = {
-    # name: policy, and the ms and bytes that the document states, if it does
-    "window 5, adjacent buckets": (GraphPolicy(5, "adjacent"), None, None),
-    "window 50, adjacent buckets": (GraphPolicy(50, "adjacent"), None, None),
-    "window 50, any buckets": (GraphPolicy(50, "any"), 385.0, None),
-    "recomputing, uncapped": (GraphPolicy(50, "any", consecutive=None), None, None),
-    "recomputing, at most 8": (GraphPolicy(50, "any", consecutive=8), 358.0, 16.78e9),
-    "recomputing, original order": (GraphPolicy(50, "any", consecutive=0), None, None),
+GRAPH_WORK = Workload(8192, 2)  # of a data-parallel rank; the document gives neither
+BUCKETS_MIB = (16, 24, 32, 48, 64, 96)  # nor this: every size is shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One of the document's schedules: what is traced, which passes run, how they are set."""
+
+    recompute: bool
+    passes: tuple[str, ...]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reported_ms: float | None = None
+    reported_bytes: float | None = None
+
+
+_AHEAD = ("bucket", "prefetch")
+_SORTED = (*_AHEAD, "sort")
+VARIANTS = {
+    "none": Variant(False, ()),
+    "adjacent buckets": Variant(False, ("bucket",), {"adjacent_only": True}),
+    "+ window 5": Variant(False, _AHEAD, {"adjacent_only": True, "window": 5}),
+    "+ window 50": Variant(False, _AHEAD, {"adjacent_only": True, "window": 50}),
+    "+ any buckets": Variant(False, _AHEAD, {"window": 50}, 385.0),
+    "recomputing, not sorted": Variant(True, _AHEAD, {"window": 50}),
+    "recomputing, uncapped": Variant(True, _SORTED, {"window": 50}),
+    "recomputing, at most 8": Variant(
+        True, (*_SORTED, "cap"), {"window": 50, "max_consecutive": 8}, 358.0, 16.78e9
+    ),
+    "recomputing, original order": Variant(
+        True, (*_SORTED, "cap"), {"window": 50, "restore": True}
+    ),
 }
-# From the least to the most, as the document's differences have it.
-BY_TIME = (
-    ("window 50, any buckets", "window 50, adjacent buckets", "window 5, adjacent buckets"),
-    ("recomputing, uncapped", "recomputing, at most 8", "recomputing, original order"),
-)
-BY_BYTES = ("recomputing, original order", "recomputing, at most 8", "recomputing, uncapped")
-
-
 GRAPH_NOTE = (
     "Seed 002: the document states 385 ms, 358 ms and 16.78 GB. Of the other rows it gives "
-    "differences, from which their order follows and no figure: the window alone is worth 20 ms, "
-    "the cap costs 5.9 ms for 4.3 GB, the original order 62.8 ms more for 1.3 GB. (They do not fit "
-    "each other: 12.1 % above 368 ms is a base of 412.5 ms, 20 ms that are 4.6 % mean one of 435.) "
-    "Its variants without and with a memory constraint are one model here, so orders are claimed "
-    "within the first three and within the last three rows. Batch and bucket size are not in it: 2 "
-    "sequences of 8,192 are assumed, and every variant has its best bucket size of 16 to 96 MiB; "
-    "bucketing by itself is worth 0.4 % here, less than the choice of that size."
+    "differences: the window alone is worth 20 ms, the cap costs 5.9 ms for 4.3 GB, the original "
+    "order 62.8 ms more for 1.3 GB. (They do not fit each other: 12.1 % above 368 ms is a base of "
+    "412.5 ms, 20 ms that are 4.6 % mean one of 435.) Batch and bucket size are not in it: 2 "
+    "sequences of 8,192 are assumed, and figures are means over buckets of 16 to 96 MiB; "
+    "docs/graph.md has every size, and says where and why effects differ."
 )
-# The document gives no bucket size: every variant has its best of these.
-BUCKETS_MIB = (16, 24, 32, 48, 64, 96)
 
 
-def llama_graph(costs: Costs) -> GraphModel:
-    """One layer's 17 compute nodes of Llama-3 8B on one of 8 tensor-parallel ranks, which keep
-    their slice of the sequence between the products (two gathers and two scatters a layer).
-    """
-    d, ff, tokens = LLAMA.d_model, LLAMA.d_ff // TENSOR, GRAPH_TOKENS
-    width = d // LLAMA.heads
-    q, kv = d // TENSOR, LLAMA.kv_heads * width // TENSOR
-    part = tokens // TENSOR
-
-    def mm(name: str, m: int, n: int, k: int, **more: Any) -> GraphNode:
-        fact = KernelFact("matmul", 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n), "bfloat16", (m, n, k))  # fmt: skip  # noqa: E501
-        saved = 2 * m * n if more.pop("saves", True) else 0
-        return GraphNode(name, costs.kernel(fact), 2 * n * k, saved_bytes=saved, **more)
-
-    def move(name: str, elements: int, arrays: int, **more: Any) -> GraphNode:
-        fact = KernelFact("elementwise", 0.0, 2.0 * elements * arrays, "bfloat16")
-        return GraphNode(name, costs.kernel(fact), saved_bytes=2 * elements, **more)
-
-    whole, sliced = 2 * tokens * d, part * d
-    attention = KernelFact(
-        "attention", 2.0 * 2 * 8192 * 8192 * width * (LLAMA.heads // TENSOR) * 2 / 2,
-        2.0 * tokens * (2 * q + 2 * kv), "bfloat16",
-        (2, LLAMA.heads // TENSOR, 8192, 8192, width),
-    )  # fmt: skip
-    gather = {"collective": "all_gather", "collective_bytes": whole}
-    scatter = {"collective": "reduce_scatter", "collective_bytes": whole}
-    forward = (
-        move("norm 1", sliced, 2),
-        mm("q", tokens, q, d, **gather), mm("k", tokens, kv, d), mm("v", tokens, kv, d),
-        move("rope q", tokens * q, 2), move("rope k", tokens * kv, 2),
-        GraphNode("attention", costs.kernel(attention), saved_bytes=2 * tokens * q),
-        mm("o", tokens, d, q, saves=False),
-        move("residual 1", sliced, 3, **scatter), move("norm 2", sliced, 2),
-        mm("gate", tokens, ff, d, **gather), mm("up", tokens, ff, d),
-        move("silu", tokens * ff, 2), move("mul", tokens * ff, 3),
-        mm("down", tokens, d, ff, saves=False),
-        move("residual 2", sliced, 3, **scatter), move("cast", sliced, 2),
-    )  # fmt: skip
-    backward = tuple(
-        dataclasses.replace(
-            node,
-            name=f"{node.name} backward",
-            seconds=node.seconds * (2.5 if node.name == "attention" else 2.0),
-        )
-        for node in reversed(forward)
-    )
-    parameters = 8.03e9 / (DATA * TENSOR)
-    return GraphModel(
-        LLAMA.layers,
-        forward,
-        backward,
-        norm_bytes=2 * 2 * d,
-        reduce_itemsize=4,
-        checkpoint_bytes=2 * sliced,
-        static_bytes=round(parameters * (4 + 4 + 8)),
-    )
-
-
-def seed_002() -> dict[str, Timeline]:
+def seed_002(
+    layers: int | None = None, sizes: Iterable[int] = BUCKETS_MIB
+) -> dict[str, dict[int, Timeline]]:
+    """A predicted step by variant and by bucket size in MiB; of fewer layers if asked."""
+    preset = load_preset("llama8b")
+    preset = dataclasses.replace(preset, layers=layers or preset.layers)
     costs = Costs.of(Cluster.load("h100x8"))
-    model = llama_graph(costs)
-    data, tensor = Members(DATA, TENSOR), Members(TENSOR)
-    results = {}
-    for name, (policy, _, _) in VARIANTS.items():
-        sized = [dataclasses.replace(policy, bucket_bytes=mib * 2**20) for mib in BUCKETS_MIB]
-        timelines = [simulate_graph(model, one, costs, data, tensor) for one in sized]
-        results[name] = min(timelines, key=lambda timeline: timeline.step)
-    return results
+    plan = plan_by_modules("zero3", DATA)
+    found: dict[str, dict[int, Timeline]] = {}
+    for recompute in (False, True):
+        step = trace_preset(preset, plan, GRAPH_WORK, tensor=TENSOR, recompute=recompute)
+        for name, variant in VARIANTS.items():
+            if variant.recompute == recompute:
+                found[name] = {mib: _run_variant(step, variant, costs, mib) for mib in sizes}
+    return found
+
+
+def _run_variant(step: TracedStep, variant: Variant, costs: Costs, mib: int) -> Timeline:
+    options = PassOptions(bucket_bytes=mib * 2**20, **variant.settings)
+    forward, backward, _ = run_passes(step.forward, step.backward, options, passes=variant.passes)
+    return simulate_graphs(forward, backward, costs, step.axes)
+
+
+def blocks_peak(timeline: Timeline) -> int:
+    """The most bytes in the step's second half, where only blocks run backward: in its middle the
+    loss holds more than any order of theirs.
+    """
+    curve = timeline.curve()
+    return max(curve.totals[bisect_left(curve.times, timeline.step // 2) :])
 
 
 def rows_002() -> Iterator[Row]:
-    for name, timeline in seed_002().items():
-        _, reported_ms, reported_bytes = VARIANTS[name]
-        row: Row = {
+    for name, by_size in seed_002().items():
+        variant, count = VARIANTS[name], len(by_size)
+        peaks = {mib: timeline.peak().total for mib, timeline in by_size.items()}
+        told = [tell_prediction(timeline) for timeline in by_size.values()]
+        parts = told[0]["breakdown_ms"]
+        yield {
             "seed": "002",
             "mode": name,
-            **tell_prediction(timeline),
-            "reported_ms": reported_ms,
+            "predicted_ms": sum(row["predicted_ms"] for row in told) / count,
+            "breakdown_ms": {
+                part: sum(row["breakdown_ms"][part] for row in told) / count for part in parts
+            },
+            "reported_ms": variant.reported_ms,
             "compared": "order",
             "note": GRAPH_NOTE,
+            "predicted_bytes": sum(peaks.values()) / count,
+            "reported_bytes": variant.reported_bytes,
+            "by_bucket_mib": {
+                str(mib): [timeline.step_ms, peaks[mib], blocks_peak(timeline)]
+                for mib, timeline in by_size.items()
+            },
         }
-        if name in BY_BYTES:
-            row |= {"predicted_bytes": timeline.peak().total, "reported_bytes": reported_bytes}
-        yield row
