@@ -34,9 +34,6 @@ from shardwise.engine import torch_private
 __all__ = ["Emulation", "Network", "emulate"]
 
 
-GROUPED = ("all_gather_grouped", "reduce_scatter_grouped", "all_reduce_grouped")
-
-
 class EmulatedWork(Work):
     """A collective under way. torch's FSDP2 waits only for instances of torch's own `Work`, which
     take 70 us to make: those that were waited for serve again, with their event.
@@ -107,17 +104,11 @@ class Emulation:
         return self._run("all_gather", [move], group, async_op)
 
     def all_gather_grouped(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        group: Any,
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
     ) -> Work | None:
-        """Many gathers that take the time of one. An engine gathers into one buffer of its own, a
-        graph into memory that is another in every step.
-        """
-        lasts = len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+        """Many gathers that take the time of one."""
         pairs = zip(outputs, inputs, strict=True)
-        moves = [_gathers(output, source, group, lasts) for output, source in pairs]
+        moves = [_gathers(output, source, group) for output, source in pairs]
         return self._run("all_gather", moves, group, async_op=True)
 
     def reduce_scatter(
@@ -128,23 +119,19 @@ class Emulation:
         group: Any = None,
         async_op: bool = False,
     ) -> Work | None:
-        return self._run("reduce_scatter", [_scatters(output, input, group)], group, async_op)
-
-    def reduce_scatter_grouped(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
-    ) -> Work | None:
-        """Many scatters that take the time of one."""
-        moves = [_scatters(*pair, group, False) for pair in zip(outputs, inputs, strict=True)]
-        return self._run("reduce_scatter", moves, group, async_op=True)
+        whole, own = input.view(-1), output.view(-1)
+        part, rank = own.numel(), dist.get_rank(group)
+        first, last = rank * part, rank * part + part
+        move = Move(own, whole[first:last], 1, whole, whole.numel(), (first, last))
+        return self._run("reduce_scatter", [move], group, async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Work | None:
-        return self._run("all_reduce", [_sums(tensor)], group, async_op)
-
-    def all_reduce_grouped(self, tensors: Sequence[torch.Tensor], group: Any) -> Work | None:
-        """Many sums that take the time of one."""
-        return self._run("all_reduce", list(map(_sums, tensors)), group, async_op=True)
+        size = tensor.numel()
+        # Twice round the ring: a kernel that moves the data reads it twice.
+        move = Move(tensor, tensor, 0, tensor, 2 * size, (0, size))
+        return self._run("all_reduce", [move], group, async_op)
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[Exposure]:
@@ -250,38 +237,23 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
     }
     # Which of the names exist depends on torch's version.
     originals = {name: getattr(dist, name) for name in replaced if hasattr(dist, name)}
-    grouped = {name: getattr(torch_private, name) for name in GROUPED}
+    grouped = torch_private.all_gather_grouped
     for name in originals:
         setattr(dist, name, replaced[name])
-    for name in grouped:
-        setattr(torch_private, name, getattr(emulation, name))
+    torch_private.all_gather_grouped = emulation.all_gather_grouped
     try:
         with _hook_ddp():
             yield emulation
     finally:
-        for name, original in grouped.items():
-            setattr(torch_private, name, original)
+        torch_private.all_gather_grouped = grouped
         for name, original in originals.items():
             setattr(dist, name, original)
         emulation.close()
 
 
-def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any, lasts: bool = True) -> Move:
+def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:
     size = output.numel()
-    return Move(output, source, dist.get_world_size(group), source, size, (0, size), lasts)
-
-
-def _scatters(output: torch.Tensor, input: torch.Tensor, group: Any, lasts: bool = True) -> Move:
-    whole, own = input.view(-1), output.view(-1)
-    part, rank = own.numel(), dist.get_rank(group)
-    first, last = rank * part, rank * part + part
-    return Move(own, whole[first:last], 1, whole, whole.numel(), (first, last), lasts)
-
-
-def _sums(tensor: torch.Tensor) -> Move:
-    size = tensor.numel()
-    # Twice round the ring: a kernel that moves the data reads it twice.
-    return Move(tensor, tensor, 0, tensor, 2 * size, (0, size))
+    return Move(output, source, dist.get_world_size(group), source, size, (0, size))
 
 
 class _Buckets:

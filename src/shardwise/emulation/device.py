@@ -54,7 +54,6 @@ class Move:
     whole: torch.Tensor
     total: int
     written: tuple[int, int]
-    lasts: bool = True  # its memory is the same in every step: an engine's own, not a graph's
 
     @property
     def nbytes(self) -> int:
@@ -203,10 +202,6 @@ class DeviceLinks:
     def _deliver(self, stream: torch.cuda.Stream, moves: Sequence[Move]) -> None:
         first = moves[0]
         if not first.rows:
-            return
-        if len(moves) > 1 and not first.lasts:  # offsets that will not come again
-            for move in moves:
-                self._deliver(stream, [move])
             return
         offsets = offsets_of(moves)
         target, source = first.target.data_ptr(), first.source.data_ptr()

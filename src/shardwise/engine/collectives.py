@@ -134,22 +134,6 @@ class Group:
             return self.all_gather_grouped(outputs, inputs)
         return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
 
-    def reduce_scatter_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
-        """Many scatters as one message, where the backend can; else one each."""
-        if len(outputs) == 1 or not self.groups_calls(outputs[0].device):
-            return All([self.reduce_scatter(*pair) for pair in zip(outputs, inputs, strict=True)])
-        self._note("reduce_scatter", *inputs)
-        return _issued(torch_private.reduce_scatter_grouped(outputs, inputs, self.group))
-
-    def all_reduce_all(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        """Many sums, in place, as one message, where the backend can; else one each."""
-        if len(tensors) == 1 or not self.groups_calls(tensors[0].device):
-            return All([self.all_reduce(tensor) for tensor in tensors])
-        self._note("all_reduce", *tensors)
-        return _issued(torch_private.all_reduce_grouped(tensors, self.group))
-
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
     ) -> Handle:

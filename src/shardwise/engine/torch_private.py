@@ -70,11 +70,6 @@ _GROUPED = (
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
     else "allgather_into_tensor_coalesced"
 )
-_GROUPED_SCATTER = (
-    "reduce_scatter_single_coalesced"
-    if hasattr(dist.ProcessGroup, "reduce_scatter_single_coalesced")
-    else "reduce_scatter_tensor_coalesced"
-)
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
@@ -94,22 +89,6 @@ def all_gather_grouped(
     options = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = True
     return getattr(group, _GROUPED)(outputs, inputs, options)
-
-
-def reduce_scatter_grouped(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
-) -> Any:
-    """Many scatters in one call of the backend. A graph's gradients would travel one call each."""
-    options = torch._C._distributed_c10d.ReduceScatterOptions()
-    options.asyncOp = True
-    return getattr(group, _GROUPED_SCATTER)(outputs, inputs, options)
-
-
-def all_reduce_grouped(tensors: Sequence[torch.Tensor], group: Any) -> Any:
-    """Many sums in one call of the backend. A graph's gradients would travel one call each."""
-    options = torch._C._distributed_c10d.AllreduceCoalescedOptions()
-    options.asyncOp = True
-    return group.allreduce_coalesced(tensors, options)
 
 
 def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> None:

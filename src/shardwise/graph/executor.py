@@ -7,7 +7,7 @@ appended here, between the nodes of the model.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch.fx import Graph, Node
 
 from shardwise.graph.nodes import (
     ALL_GATHER,
-    ALL_GATHERS,
     ALL_REDUCES,
     REDUCE_SCATTER,
-    REDUCE_SCATTERS,
     WAIT,
 )
+from shardwise.graph.runtime import ADD_UP, ARRIVE, GATHER, SCATTER
 from shardwise.planning.rows import Rows
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.schedule.policy import UnitPolicy
@@ -68,7 +67,7 @@ class GraphUnit(ScheduledUnit):
         self.state = State.READY if self.aliased else State.FREE
         self.needed: dict[int, tuple[Any, ...]] = {}  # of this graph: the markers' arguments
         self.arriving: dict[int, Node] = {}
-        self.under_way: dict[Node, None] = {}  # of those, what has to be waited for
+        self.under_way: dict[int, Node] = {}  # what has to be waited for
         self.whole: dict[int, Node] = {}
         self.gradients: dict[int, Node] = {}  # that have come in this backward
         self.results: dict[int, Node] = {}  # what has become of them
@@ -96,7 +95,8 @@ class GraphExecutor:
         """
         self.graph = Graph()
         self.together = together
-        self._summing: list[tuple[GraphUnit, dict[int, Node]]] = []  # over replicas, not waited for
+        # Over replicas, not waited for: a unit's sums, and those of them that are under way.
+        self._summing: list[tuple[GraphUnit, dict[int, Node], dict[int, Node]]] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Append a call of an operator, with an example of its value."""
@@ -122,31 +122,40 @@ class GraphExecutor:
             elif p.rows.ranks == 1 or not p.rows.part:
                 unit.arriving[number] = self._cast(part, p.compute)
             else:
-                sent[number] = self._cast(part, p.compute)
-        unit.arriving |= self._send(unit, sent, ALL_GATHER, ALL_GATHERS)
+                sent[number] = part if self.together else self._cast(part, p.compute)
+        if self.together:
+            unit.under_way = self._gather_together(unit, sent)
+        else:
+            for number, node in sent.items():
+                group = self._group(unit, number)
+                unit.under_way[number] = self.call(ALL_GATHER, node, *group)
 
-    def _send(
-        self, unit: GraphUnit, inputs: dict[int, Node], one: Any, several: Any, *more: Any
-    ) -> dict[int, Node]:
-        """Messages over the shard group, not waited for."""
-        by_group: dict[tuple[int, str], list[int]] = {}
-        for number in inputs:
-            p = unit.parameters[number]
-            by_group.setdefault((p.rows.ranks, p.shard_group), []).append(number)
-        found: dict[int, Node] = {}
-        for group, numbers in by_group.items():
-            if self.together and len(numbers) > 1:
-                sent = self.call(several, [inputs[n] for n in numbers], *more, *group)
-                found |= {n: self.call(operator.getitem, sent, i) for i, n in enumerate(numbers)}
-            else:
-                found |= {n: self.call(one, inputs[n], *more, *group) for n in numbers}
-        unit.under_way |= dict.fromkeys(found.values())
+    def _group(self, unit: GraphUnit, number: int) -> tuple[int, str]:
+        p = unit.parameters[number]
+        return p.rows.ranks, p.shard_group
+
+    def _gather_together(self, unit: GraphUnit, parts: dict[int, Node]) -> dict[int, Node]:
+        if not parts:
+            return {}
+        first = next(iter(parts))
+        group, dtype = self._group(unit, first), unit.parameters[first].compute
+        return self._each(parts, self.call(GATHER, list(parts.values()), *group, dtype))
+
+    def _each(self, numbers: Iterable[int], several: Node) -> dict[int, Node]:
+        """The tensors of one message."""
+        found = {n: self.call(operator.getitem, several, i) for i, n in enumerate(numbers)}
         return found
 
+    def _wait(self, nodes: dict[int, Node]) -> dict[int, Node]:
+        """What was sent, when it has arrived."""
+        if self.together and nodes:
+            self.call(ARRIVE, list(nodes.values()))
+            return nodes
+        return {n: self.call(WAIT, node) for n, node in nodes.items()}
+
     def wait(self, unit: GraphUnit) -> None:
-        for number, node in unit.arriving.items():
-            if node in unit.under_way:
-                node = self.call(WAIT, node)
+        arrived = unit.arriving | self._wait(unit.under_way)
+        for number, node in arrived.items():
             unit.whole[number] = self._shaped(node, unit.parameters[number].rows)
         unit.arriving, unit.under_way = {}, {}
 
@@ -183,7 +192,9 @@ class GraphExecutor:
         """Gradients in the reduce's dtype. A later micro-batch's are added whole, so they keep
         their shapes until then.
         """
-        packed = {n: self._cast(g, unit.parameters[n].reduce) for n, g in unit.gradients.items()}
+        packed = unit.gradients
+        if not (self.together and passes):  # else the message itself is packed so
+            packed = {n: self._cast(g, unit.parameters[n].reduce) for n, g in packed.items()}
         unit.gradients = {}
         return GraphReduction(unit, None, Held(packed))
 
@@ -191,20 +202,32 @@ class GraphExecutor:
         raise AssertionError("a rank that runs nothing runs no graph")
 
     def scatter(self, reduction: GraphReduction, into_sums: bool) -> None:
-        parameters, found = reduction.unit.parameters, reduction.held.content
-        sent: dict[int, Node] = {}
+        unit, found = reduction.unit, dict(reduction.held.content)
         for number, node in found.items():
-            p = parameters[number]
+            p = unit.parameters[number]
             if p.divide_before != 1.0:
-                node = self.call(aten.div.Tensor, node, p.divide_before)
-            found[number] = node = self._rank_after_rank(node, p.rows)
-            if p.rows.ranks > 1 and p.rows.part:
-                sent[number] = node
-        unit = reduction.unit
-        reduction.scattering = self._send(unit, sent, REDUCE_SCATTER, REDUCE_SCATTERS, "sum")
-        reduction.pending = True if reduction.scattering else None
-        unit.under_way = {}
+                node = self.call(aten.div.Tensor, self._cast(node, p.reduce), p.divide_before)
+            if not (self.together and self._moves(p)):
+                node = self._rank_after_rank(self._cast(node, p.reduce), p.rows)
+            found[number] = node
+        sent = {n: node for n, node in found.items() if self._moves(unit.parameters[n])}
+        if self.together and sent:
+            first = next(iter(sent))
+            rows = [unit.parameters[n].rows.part for n in sent]
+            group, dtype = self._group(unit, first), unit.parameters[first].reduce
+            together = self.call(SCATTER, list(sent.values()), rows, *group, dtype)
+            reduction.scattering = self._each(sent, together)
+        else:
+            for n, node in sent.items():
+                group = self._group(unit, n)
+                reduction.scattering[n] = self.call(REDUCE_SCATTER, node, "sum", *group)
+        reduction.pending = True if sent else None
         reduction.held = Held(found)
+
+    @staticmethod
+    def _moves(p: GraphParameter) -> bool:
+        """Its gradient is scattered."""
+        return p.rows.ranks > 1 and p.rows.part > 0
 
     def _rank_after_rank(self, node: Node, rows: Rows) -> Node:
         """A gradient, flat, with every rank's rows padded to the same number."""
@@ -224,10 +247,15 @@ class GraphExecutor:
         parameters, found = reduction.unit.parameters, reduction.held.content
         moved = [n for n in found if parameters[n].rows.part]
         group = next(iter(parameters.values())).replica_group
-        together = self.call(ALL_REDUCES, [found[n] for n in moved], "sum", group)
-        summing = {n: self.call(operator.getitem, together, i) for i, n in enumerate(moved)}
+        inputs = [found[n] for n in moved]
+        summing: dict[int, Node] = {}
+        if self.together and moved:
+            dtype = parameters[moved[0]].reduce
+            summing = self._each(moved, self.call(ADD_UP, inputs, group, dtype))
+        elif moved:
+            summing = self._each(moved, self.call(ALL_REDUCES, inputs, "sum", group))
         reduction.held = Held({**found, **summing})
-        self._summing.append((reduction.unit, reduction.held.content))
+        self._summing.append((reduction.unit, {**found, **summing}, summing))
 
     def add(self, reduction: GraphReduction, to: Held) -> None:
         for number, node in reduction.held.content.items():
@@ -250,8 +278,7 @@ class GraphExecutor:
     def drop(self, held: Held) -> None: ...
 
     def join(self, reduction: GraphReduction) -> None:
-        waited = {n: self.call(WAIT, node) for n, node in reduction.scattering.items()}
-        reduction.held.content.update(waited)
+        reduction.held.content.update(self._wait(reduction.scattering))
         reduction.scattering, reduction.pending = {}, None
 
     def hold(self, reduction: GraphReduction) -> None: ...
@@ -260,10 +287,6 @@ class GraphExecutor:
 
     def finish(self) -> None:
         """Wait for the sums over replicas."""
-        for unit, summing in self._summing:
-            rows = {n: unit.parameters[n].rows for n in summing}
-            waited = {
-                n: self.call(WAIT, node) if rows[n].part else node for n, node in summing.items()
-            }
-            self._end(unit, waited)
+        for unit, found, summing in self._summing:
+            self._end(unit, found | self._wait(summing))
         self._summing = []

@@ -10,7 +10,6 @@ or not grouped by a backend is so for both.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from shardwise.engine.collectives import Group, Handle
+from shardwise.engine.torch_private import chunk_cat, foreach_copy_
 from shardwise.graph.nodes import (
     ALL_GATHERS,
     ALL_REDUCES,
@@ -30,9 +30,13 @@ from shardwise.graph.nodes import (
 from shardwise.graph.passes.order import copy_graph
 
 _library = torch.library.Library("shardwise_sends", "DEF")
-_library.define("gather(Tensor[] parts, int ranks, str group) -> Tensor[]")
-_library.define("scatter(Tensor[] wholes, int ranks, str group) -> Tensor[]")
-_library.define("add_up(Tensor[] rows, str group) -> Tensor[]")
+# Parts are cast on their way into the memory that the gather fills.
+_library.define("gather(Tensor[] parts, int ranks, str group, ScalarType dtype) -> Tensor[]")
+# Gradients are cast, padded and laid rank after rank by one kernel; each rank gets `rows` elements.
+_library.define(
+    "scatter(Tensor[] gradients, int[] rows, int ranks, str group, ScalarType dtype) -> Tensor[]"
+)
+_library.define("add_up(Tensor[] sums, str group, ScalarType dtype) -> Tensor[]")
 # Nothing is written; but whoever reads them afterwards must come afterwards.
 _library.define("arrive(Tensor(a!)[] sent) -> ()")
 
@@ -49,30 +53,40 @@ class _Sent:
     """A message under way, and the memory that it reads."""
 
     handle: Handle
-    inputs: Sequence[Tensor]
+    reads: Tensor | None = None
 
 
 _under_way: dict[int, _Sent] = {}  # by the memory that the first tensor fills
 
 
-def _start(outputs: list[Tensor], inputs: Sequence[Tensor], handle: Handle) -> list[Tensor]:
-    _under_way[outputs[0].data_ptr()] = _Sent(handle, inputs)
+def _gather(parts: list[Tensor], ranks: int, name: str, dtype: torch.dtype) -> list[Tensor]:
+    group = groups[name]
+    flat = parts[0].new_empty(sum(p.numel() for p in parts) * ranks, dtype=dtype)
+    outputs = list(flat.split([part.numel() * ranks for part in parts]))
+    own = [output.view(ranks, -1)[group.rank] for output in outputs]
+    foreach_copy_(own, parts)
+    _under_way[flat.data_ptr()] = _Sent(group.all_gather_all(outputs, own))
     return outputs
 
 
-def _gather(parts: list[Tensor], ranks: int, group: str) -> list[Tensor]:
-    outputs = [part.new_empty(part.numel() * ranks) for part in parts]
-    return _start(outputs, parts, groups[group].all_gather_all(outputs, parts))
+def _scatter(
+    gradients: list[Tensor], rows: list[int], ranks: int, name: str, dtype: torch.dtype
+) -> list[Tensor]:
+    slot = gradients[0].new_empty((ranks, sum(rows)), dtype=dtype)
+    chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
+    mine = slot.new_empty(sum(rows))
+    handle = groups[name].reduce_scatter(mine, slot.view(-1))
+    _under_way[mine.data_ptr()] = _Sent(handle, slot)
+    return list(mine.split(rows))
 
 
-def _scatter(wholes: list[Tensor], ranks: int, group: str) -> list[Tensor]:
-    outputs = [whole.new_empty(whole.numel() // ranks) for whole in wholes]
-    return _start(outputs, wholes, groups[group].reduce_scatter_all(outputs, wholes))
-
-
-def _add_up(rows: list[Tensor], group: str) -> list[Tensor]:
-    outputs = [each.clone() for each in rows]
-    return _start(outputs, (), groups[group].all_reduce_all(outputs))
+def _add_up(sums: list[Tensor], name: str, dtype: torch.dtype) -> list[Tensor]:
+    flat = sums[0].new_empty((1, sum(each.numel() for each in sums)), dtype=dtype)
+    chunk_cat([each.view(1) if each.dim() == 0 else each for each in sums], 1, flat)
+    flat = flat.view(-1)
+    _under_way[flat.data_ptr()] = _Sent(groups[name].all_reduce(flat))
+    pieces = flat.split([each.numel() for each in sums])
+    return [piece.view(each.shape) for piece, each in zip(pieces, sums, strict=True)]
 
 
 def _arrive(sent: list[Tensor]) -> None:
@@ -89,18 +103,20 @@ for _name, _kernel in (
 
 
 @torch.library.register_fake("shardwise_sends::gather", lib=_library)
-def _(parts: list[Tensor], ranks: int, group: str) -> list[Tensor]:
-    return [part.new_empty(part.numel() * ranks) for part in parts]
+def _(parts: list[Tensor], ranks: int, group: str, dtype: torch.dtype) -> list[Tensor]:
+    return [part.new_empty(part.numel() * ranks, dtype=dtype) for part in parts]
 
 
 @torch.library.register_fake("shardwise_sends::scatter", lib=_library)
-def _(wholes: list[Tensor], ranks: int, group: str) -> list[Tensor]:
-    return [whole.new_empty(whole.numel() // ranks) for whole in wholes]
+def _(
+    gradients: list[Tensor], rows: list[int], ranks: int, group: str, dtype: torch.dtype
+) -> list[Tensor]:
+    return [gradients[0].new_empty(each, dtype=dtype) for each in rows]
 
 
 @torch.library.register_fake("shardwise_sends::add_up", lib=_library)
-def _(rows: list[Tensor], group: str) -> list[Tensor]:
-    return [torch.empty_like(each) for each in rows]
+def _(sums: list[Tensor], group: str, dtype: torch.dtype) -> list[Tensor]:
+    return [each.new_empty(each.shape, dtype=dtype) for each in sums]
 
 
 @torch.library.register_fake("shardwise_sends::arrive", lib=_library)
@@ -122,13 +138,19 @@ def send_by_groups(graph: Graph) -> Graph:
 
 
 def _replace(graph: Graph, node: Node) -> None:
-    kind = KINDS[node.target]
+    kind, name = KINDS[node.target], group_of(node)
     several = node.target in (ALL_GATHERS, REDUCE_SCATTERS, ALL_REDUCES)
-    inputs: Any = node.args[0] if several else [node.args[0]]
-    ranks = () if kind == "all_reduce" else (groups[group_of(node)].size,)
+    given: Any = node.args[0]
+    inputs = list(given) if several else [given]
     values = node.meta["val"] if several else [node.meta["val"]]
+    ranks, dtype = groups[name].size, values[0].dtype
+    args: tuple[Any, ...] = (inputs, name, dtype)
+    if kind == "all_gather":
+        args = (inputs, ranks, name, dtype)
+    elif kind == "reduce_scatter":
+        args = (inputs, [value.numel() for value in values], ranks, name, dtype)
     with graph.inserting_before(node):
-        sent = graph.call_function(_SENDS[kind], (list(inputs), *ranks, group_of(node)))
+        sent = graph.call_function(_SENDS[kind], args)
         sent.meta["val"] = list(values)
         tensors = []
         for i, value in enumerate(values):
@@ -136,16 +158,16 @@ def _replace(graph: Graph, node: Node) -> None:
             tensor.meta["val"] = value
             tensors.append(tensor)
     waits: list[tuple[Node, int]] = []
-    given: dict[Node, Any] = {u: u.args[1] for u in node.users} if several else {node: 0}
-    for source, i in given.items():
+    each: dict[Node, Any] = {u: u.args[1] for u in node.users} if several else {node: 0}
+    for source, i in each.items():
         waits += [(user, i) for user in source.users if is_wait(user)]
-    places = {each: at for at, each in enumerate(graph.nodes)}
+    places = {n: at for at, n in enumerate(graph.nodes)}
     first = min((wait for wait, _ in waits), key=places.__getitem__)
     with graph.inserting_before(first):
         graph.call_function(ARRIVE, (tensors,)).meta["val"] = None
     for wait, i in waits:
         wait.replace_all_uses_with(tensors[i])
         graph.erase_node(wait)
-    for source in list(given) if several else ():
+    for source in list(each) if several else ():
         graph.erase_node(source)
     graph.erase_node(node)
