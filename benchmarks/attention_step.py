@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import torch
 
+from shardwise.description.language_model import LM
+from shardwise.description.preset import SIZES
 from shardwise.kernels.attention.backends import forced
 from shardwise.profiling.results import write_json
 from shardwise.profiling.timing import describe_environment
-from shardwise.trainer.model import LM
-from shardwise.trainer.sizes import SIZES
 
 BACKENDS = ("default", "triton", "flash", "cudnn", "efficient", "math")
 SHAPES = ((16, 1024), (4, 4096), (1, 16384))  # sequences, tokens each

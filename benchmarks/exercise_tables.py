@@ -9,8 +9,7 @@ from page_tables import make_table
 
 from shardwise.lab.attention.seed import tables_4_and_5
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.memory.picture import make_picture as draw_memory
-from shardwise.lab.exercises.overlap.picture import make_picture as draw_overlap
+from shardwise.lab.pictures import draw_memory, draw_overlap
 
 Result = dict[str, Any]
 

@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise import processor
 
 if TYPE_CHECKING:
-    from shardwise.engine.api import exposed_seconds, shard
+    from shardwise.engine.api import exposed_seconds, local, shard
     from shardwise.engine.clip import clip_grad_norm
-    from shardwise.engine.collectives import (
-        record,
-    )
-    from shardwise.engine.engine import (
-        microbatches,
-    )
-    from shardwise.engine.local_step import local
+    from shardwise.engine.collectives import record
+    from shardwise.engine.engine import microbatches
     from shardwise.engine.sharded_optimizer import ShardedOptimizer
-    from shardwise.engine.state import (
-        broadcast,
-        full_state_dict,
-        materialize,
-    )
+    from shardwise.engine.state import broadcast, full_state_dict, materialize
     from shardwise.fsdp2 import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -61,7 +52,7 @@ _HOMES = {
     "exposed_seconds": "engine.api",
     "full_state_dict": "engine.state",
     "fully_shard": "fsdp2",
-    "local": "engine.local_step",
+    "local": "engine.api",
     "materialize": "engine.state",
     "microbatches": "engine.engine",
     "plan": "predict.search",

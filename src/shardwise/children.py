@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from shardwise import processor
 
@@ -35,43 +34,17 @@ class ChildFailed(Exception):
     """A process that a command started did not end well; the message says which, and how."""
 
 
-def name_end(code: int) -> str:
-    """How a process ended: by its exit code, which is negative for a signal."""
+def describe_end(code: int, more: str = "") -> str:
+    """How a process ended, by its exit code, which is negative for a signal; what most often brings
+    that signal, and `more` about it.
+    """
     if code >= 0:
         return f"exited with code {code}"
     try:
-        return f"was killed by {signal.Signals(-code).name}"
+        end = f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal
-        return f"was killed by signal {-code}"
-
-
-def usual_cause(code: int) -> str:
-    """What most often brings that signal; nothing for an exit."""
-    return _CAUSES.get(-code, "")
-
-
-def describe_end(code: int) -> str:
-    """How a process ended, and why it may have."""
-    cause = usual_cause(code)
-    return name_end(code) + (f" ({cause})" if cause else "")
-
-
-def spawn_ranks(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
-    """`function(rank, *args)` in so many new processes; ChildFailed where one does not end well."""
-    from torch.multiprocessing.spawn import ProcessException, spawn
-
-    processor.settle()
-    try:
-        spawn(function, args=args, nprocs=nprocs)
-    except ProcessException as error:
-        raise ChildFailed(describe_failure(error, nprocs)) from None
-
-
-def describe_failure(error: Any, nprocs: int) -> str:
-    """What torch's spawn found, in words: a traceback, or how the process ended."""
-    who = f"rank {error.error_index} of {nprocs}"
-    code = getattr(error, "exit_code", None)
-    return f"{who} failed:\n{error}" if code is None else f"{who} {describe_end(code)}"
+        end = f"was killed by signal {-code}"
+    return f"{end} ({_CAUSES[-code]}{more})" if -code in _CAUSES else end
 
 
 def supervise(command: Callable[[], int]) -> int:

@@ -28,7 +28,7 @@ def test_a_grouped_gather_is_one_call_in_place_and_out_of_place() -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)
     try:
         group = Group("shard", dist.group.WORLD, 1, 0, None)
-        assert group.gathers_grouped(DEVICE)
+        assert group.groups_calls(DEVICE)
         for in_place in (True, False):
             outputs = [torch.zeros(size, device=DEVICE) for size in SIZES]
             inputs = outputs if in_place else [torch.empty_like(output) for output in outputs]

@@ -185,7 +185,7 @@ def _peak_full() -> tuple[int, int]:
     def look(*_: Any) -> None:
         nonlocal seen
         held = [u.parameters.buffer for u in engine.units]
-        seen = max(seen, sum(b.flat.numel() * 4 for b in held if b.allocated))
+        seen = max(seen, sum(b.tensors[0].numel() * 4 for b in held if b.allocated))
 
     for layer in model.layers:
         layer.down.register_forward_hook(look)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.engine import local_step
-from shardwise.engine.local_step import ELEMENTWISE
+from shardwise.engine.parameter_runs import ELEMENTWISE
 from tests.ranks import Ranks
 
 KINDS = {kind.__name__: kind for kind in ELEMENTWISE}

@@ -12,8 +12,8 @@ import shardwise as sw
 from tests.parity.models import Model, loss_sum, token_batch
 from tests.ranks import Ranks
 
-# Two of them are the optimizer's.
-MOST_FILES = 12
+# One of them is the optimizer's.
+MOST_FILES = 10
 
 
 def _visited() -> list[str]:

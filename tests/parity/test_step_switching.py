@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import optimizer as torch_optimizer
 
 import shardwise as sw
-from shardwise.engine.parameter_runs import GroupRuns
+from shardwise.engine.local_step import GroupRuns
 from tests.parity.test_local_step import same_everywhere, same_state, shard_by
 from tests.ranks import Ranks
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from shardwise.cli import main
+from shardwise.description.language_model import LM, make_model
+from shardwise.description.preset import BENCH, bench_size
 from shardwise.emulation.collectives import Network
 from shardwise.emulation.run import joined
 from shardwise.lab.steps import cases, compare, engines
 from shardwise.lab.steps.engines import OPTIMIZER, Wrapped, largest_difference
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Side
-from shardwise.trainer.model import LM, make_model
-from shardwise.trainer.sizes import BENCH, bench_size
 
 TINY = bench_size(layers=2, d_model=8, d_ff=16, heads=2, vocab=11)
 
@@ -240,8 +240,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.engine import torch_private as versions
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.steps import engines
-from shardwise.trainer.model import make_model
-from shardwise.trainer.sizes import bench_size
+from shardwise.description.language_model import make_model
+from shardwise.description.preset import bench_size
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 tokens = torch.arange(6).view(1, 6)

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.description.language_model import LM
+from shardwise.description.preset import SIZES
 from shardwise.errors import UserError
 from shardwise.trainer.data import GRAMMAR_BYTES, open_corpus
 from shardwise.trainer.grammar import write_text
-from shardwise.trainer.model import LM
-from shardwise.trainer.sizes import SIZES
 
 
 def grammar(seed=0):

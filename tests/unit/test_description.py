@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from shardwise import Plan
+from shardwise.description.language_model import LM
 from shardwise.description.model import (
     KernelFact,
     ModelDescription,
@@ -19,14 +20,12 @@ from shardwise.description.model import (
     UnitSegment,
 )
 from shardwise.description.parameters import ParameterSpec
-from shardwise.description.preset import known_presets, load_preset
+from shardwise.description.preset import SIZES, Size, known_presets, load_preset, parameter_count
 from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.describe import describe, describe_preset, describe_trace, trace_model
 from shardwise.profiling.footprint import peak_on_cpu
-from shardwise.trainer.model import LM
-from shardwise.trainer.sizes import SIZES, Size, parameter_count
 
 SIZE = Size(d_model=64, d_ff=96, layers=3, heads=4, kv_heads=4, vocab=50)
 GROUPED = dataclasses.replace(SIZE, kv_heads=2)

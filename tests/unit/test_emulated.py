@@ -389,15 +389,24 @@ def test_a_slow_network_is_exposed_by_both_ways_to_see_it(engine: str, name: str
     job = Job(SUBJECT, plan, 0, CPU, network, "planted", steps=3)
     with joined(0, 2):
         (figures,) = run(job, (engine,), lambda message: None)
-    modelled = 30.0 * sum(figures.calls.values())
-    assert 0.6 * modelled < figures.exposed_ms <= 1.1 * modelled
-    assert figures.counterfactual_ms == pytest.approx(figures.exposed_ms, rel=0.4)
-    assert figures.side.step_ms > figures.free_step_ms
+    modelled = 30.0 * sum(figures["calls"].values())
+    assert 0.6 * modelled < figures["exposed_ms"] <= 1.1 * modelled
+    assert figures["counterfactual_ms"] == pytest.approx(figures["exposed_ms"], rel=0.4)
+    assert figures["step_ms"] > figures["free_step_ms"]
 
 
 # The command
 
 COMMAND = [sys.executable, "-m", "shardwise.cli", "emulate", "--model", "tiny", "--seq", "8"]
+
+
+def test_one_engine_alone_has_no_ratio() -> None:
+    options = ["--mesh", "2", "--steps", "2", "--network", "free"]
+    shown = subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "zero3, rank 0 of 1x2" in shown.stdout and "ratio" not in shown.stdout
 
 
 def test_the_command_compares_both_engines_and_writes_every_figure(tmp_path) -> None:

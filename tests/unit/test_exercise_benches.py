@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from shardwise.cli import main
+from shardwise.description.language_model import make_model
+from shardwise.description.preset import Size
 from shardwise.errors import UserError
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import summarize
@@ -28,8 +30,6 @@ from shardwise.lab.exercises.memory.trace import (
 from shardwise.lab.exercises.models import ModelCase
 from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile
-from shardwise.trainer.model import make_model
-from shardwise.trainer.sizes import Size
 
 CPU = {"environment": {"gpu": None}}
 

@@ -34,7 +34,7 @@ def test_gloo_gets_no_grouped_call_for_a_gpu(backend: str, on_cuda: bool) -> Non
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         group = Group("shard", dist.group.WORLD, 1, 0, None)
-        assert group.gathers_grouped(CUDA) is on_cuda
-        assert group.gathers_grouped(torch.device("cpu"))
+        assert group.groups_calls(CUDA) is on_cuda
+        assert group.groups_calls(torch.device("cpu"))
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from shardwise import children, processor
-from shardwise.children import ChildFailed, describe_end, spawn_ranks
+from shardwise.children import ChildFailed, describe_end
+from shardwise.trainer.launch import start_ranks
 from tests.unit import launch_targets
 
 AMX = "processor : 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n"
@@ -116,9 +117,9 @@ def test_an_end_is_named_with_its_usual_cause(code, words):
 
 def test_ranks_that_die_or_raise_are_reported():
     with pytest.raises(ChildFailed, match=r"^rank 1 of 2 was killed by SIGILL \(the processor"):
-        spawn_ranks(launch_targets.die_as, (1, signal.SIGILL), 2)
+        start_ranks(launch_targets.die_as, (1, signal.SIGILL), 2)
     with pytest.raises(ChildFailed, match=r"(?s)^rank 0 of 1 failed:.*the fault that began it"):
-        spawn_ranks(launch_targets.raise_in_spawn, (), 1)
+        start_ranks(launch_targets.raise_in_spawn, (), 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGKILL])

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from shardwise.description import language_model as model_module
+from shardwise.description.language_model import LM, Rope, rotate
+from shardwise.description.preset import SIZES, Size, parameter_count, size_named
+from shardwise.description.workload import CHECKPOINTS
 from shardwise.errors import UserError
-from shardwise.trainer import model as model_module
-from shardwise.trainer.model import LM, Rope, rotate
-from shardwise.trainer.sizes import CHECKPOINT_KINDS, SIZES, Size, parameter_count, size_named
 
 SMALL = Size(d_model=32, d_ff=48, layers=2, heads=4, kv_heads=4, vocab=50)
 GROUPED = dataclasses.replace(SMALL, kv_heads=2)
@@ -122,7 +123,7 @@ def test_a_tied_head_is_the_embedding():
     assert lm.head.weight is lm.embedding.weight
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CHECKPOINT_KINDS if kind != "none"])
+@pytest.mark.parametrize("kind", [kind for kind in CHECKPOINTS if kind != "none"])
 def test_checkpointing_recomputes_and_leaves_the_gradients_as_they_are(kind, monkeypatch):
     calls = []
     attend = model_module.attend

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.rows import ALIGNMENT, Rows, lay_out
+from shardwise.planning.units import group_by_bytes
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 worlds = st.integers(1, 9)

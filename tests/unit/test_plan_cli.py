@@ -27,8 +27,8 @@ def test_it_prints_a_table_and_writes_a_plan_that_runs(tmp_path: Path, capsys) -
 
 
 def test_the_written_plan_fits_the_trainer_s_model(tmp_path: Path) -> None:
-    from shardwise.trainer.model import LM
-    from shardwise.trainer.sizes import size_named
+    from shardwise.description.language_model import LM
+    from shardwise.description.preset import size_named
 
     out = tmp_path / "plan.json"
     assert main([*ASK, "--strategies", "zero2", "--out", str(out)]) == 0
@@ -127,8 +127,7 @@ def test_the_command_that_runs_the_plan_is_one_that_can(
 
 
 def test_every_language_model_that_is_planned_can_be_trained() -> None:
-    from shardwise.description.preset import known_presets, load_preset
-    from shardwise.trainer.sizes import SIZES
+    from shardwise.description.preset import SIZES, known_presets, load_preset
 
     planned = {name for name in known_presets() if load_preset(name).kind == "lm"}
     assert planned == set(SIZES)

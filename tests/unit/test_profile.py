@@ -9,6 +9,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine import collectives
 from shardwise.engine import marks as marking
+from shardwise.engine.executor import marked
 from shardwise.engine.marks import BufferMark, CallMark, Marks, RangeMark, WaitMark
 from shardwise.profiling.collect import NothingProfiled
 from shardwise.profiling.device import device_spans
@@ -241,7 +242,7 @@ def test_without_a_trace_what_no_mark_tells_is_compute() -> None:
 
 def test_marks_say_nothing_when_nobody_listens() -> None:
     assert marking.on is None
-    with marking.range("gather", "a"):
+    with marked("gather", "a"):
         pass
     assert collectives._issued("handle") == "handle"
 

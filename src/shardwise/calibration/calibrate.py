@@ -7,17 +7,15 @@ one device, and takes the links from a packaged cluster, because one GPU has non
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
-import tempfile
 import threading
 from dataclasses import dataclass
 from datetime import date
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from shardwise.calibration.measure import (
     CPU,
@@ -32,7 +30,6 @@ from shardwise.calibration.measure import (
     measure_host,
     measure_links,
 )
-from shardwise.children import spawn_ranks
 from shardwise.description.cluster import (
     Cluster,
     Device,
@@ -43,6 +40,7 @@ from shardwise.description.cluster import (
     Protocol,
 )
 from shardwise.profiling.timing import describe_environment
+from shardwise.trainer.launch import start_ranks
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def calibrate(
 
 def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings, HostFindings]:
     """Start the ranks, pass on what rank 0 tells, and give what it found."""
-    reader, writer = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    reader, writer = multiprocessing.get_context("spawn").Pipe(duplex=False)
     results: list[tuple[Findings, HostFindings]] = []
 
     def listen() -> None:
@@ -94,19 +92,18 @@ def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings,
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn_ranks(_run_rank, (ranks, effort, folder, writer), ranks)
-        finally:
-            writer.close()
+    try:
+        start_ranks(_run_rank, (ranks, effort, writer), ranks)
+    finally:
+        writer.close()
     listener.join()
     return results[0]
 
 
-def _run_rank(rank: int, ranks: int, effort: Effort, folder: str, writer: Connection) -> None:
+def _run_rank(ranks: int, effort: Effort, writer: Connection) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     tell: Tell = writer.send if rank == 0 else (lambda text: None)
     found = measure_device("cpu", effort, dist.barrier, tell)
     if ranks > 1:

@@ -22,13 +22,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
-from shardwise.emulation.check import call_collective
 from shardwise.emulation.run import fake_group
-from shardwise.engine import torch_private
 from shardwise.engine.api import shard
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import describe
-from shardwise.profiling.timing import spread
+from shardwise.profiling.timing import (
+    issue_collective,
+    spread,
+    time_calls,
+    time_launches,
+    time_passes,
+)
 
 Tell = Callable[[str], None]
 LAUNCH_CYCLES = 40_000  # of a GPU, while its host launches one kernel: about 20 us
@@ -173,21 +177,13 @@ def measure_links(found: Findings, effort: Effort, tell: Tell) -> None:
         for nbytes in effort.sizes:
             numel = max(ranks, nbytes // 4 // ranks * ranks)
             whole, part = torch.ones(numel), torch.ones(numel // ranks)
-            call = functools.partial(call_collective, kind, whole, part)
-            taken = effort.pick([_time_together(call) for _ in range(effort.samples + 2)][2:])
+            samples = [_time_together(kind, whole, part) for _ in range(effort.samples + 2)]
+            taken = effort.pick(samples[2:])
             found.collectives.append(
                 CollectivePoint(kind, ranks, nbytes, taken.value, taken.spread)
             )
     tell("issuing a collective")
-    small = torch.zeros(ranks)
-    issued = []
-    for _ in range(effort.samples * 3):
-        dist.barrier()
-        began = time.perf_counter()
-        work = dist.all_reduce(small, async_op=True)
-        issued.append(time.perf_counter() - began)
-        work.wait()
-    found.issue = effort.pick(issued)
+    found.issue = effort.pick(time_calls("all_reduce", 4 * ranks, effort.samples * 3))
     tell("compute beside communication")
     found.share = _measure_share(effort)
 
@@ -222,17 +218,8 @@ def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
 
 def _time_steps(model: nn.Module, x: Tensor, effort: Effort) -> tuple[Sampled, Sampled]:
     """Host seconds of a forward, and of it and its backward, until the calls return."""
-    forwards, steps = [], []
-    for _ in range(effort.samples + 3):
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        loss = model(x).sum()
-        forwards.append(time.perf_counter() - began)
-        loss.backward()
-        steps.append(time.perf_counter() - began)
-        model.zero_grad()
-    return effort.pick(forwards[3:]), effort.pick(steps[3:])  # the first ones warm up
+    forwards, steps = time_passes(model, lambda: model(x).sum(), effort.samples, warmup=3)
+    return effort.pick(forwards), effort.pick(steps)
 
 
 def _slowest_of_all(seconds: float) -> float:
@@ -244,11 +231,11 @@ def _slowest_of_all(seconds: float) -> float:
     return float(slowest)
 
 
-def _time_together(call: Callable[[], Any]) -> float:
-    """Seconds from a common start until the last rank is done."""
+def _time_together(kind: str, whole: Tensor, part: Tensor) -> float:
+    """Seconds of a collective from a common start until the last rank is done."""
     dist.barrier()
     began = time.perf_counter()
-    call()
+    issue_collective(kind, whole, part).wait()
     return _slowest_of_all(time.perf_counter() - began)
 
 
@@ -279,16 +266,9 @@ def _sample_on_host(ready: Callable[[], None], call: Callable[[], Any], times: i
 
 
 def _sample_on_cuda(call: Callable[[], Any], times: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Launches queue up behind a spin, so that the host's own time is not measured. Between long
-    # kernels it is next to nothing: the clock is that of a device under load.
-    torch_private.spin(times * LAUNCH_CYCLES)
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / times
+    # Between long kernels the host's time is next to nothing: the clock is that of a device under
+    # load.
+    return time_launches(call, times, times * LAUNCH_CYCLES)
 
 
 def _measure_products(device: str, dtype: str, effort: Effort, timer: Timer) -> list[MatmulPoint]:
@@ -333,7 +313,7 @@ def _measure_share(effort: Effort) -> Sampled:
 
     shares = []
     dist.barrier()
-    moving = _time_together(lambda: dist.all_reduce(big))
+    moving = _time_together("all_reduce", big, big)
     count = max(1, int(moving / max(products(10) / 10, 1e-7)))
     for _ in range(effort.samples):
         dist.barrier()

@@ -21,7 +21,7 @@ COMMANDS = (
     "shardwise.cli.train",
     "shardwise.cli.report",
     "shardwise.cli.profile",
-    "shardwise.lab.cli",
+    "shardwise.lab.benchmarks",
     "shardwise.cli.calibrate",
     "shardwise.cli.emulate",
 )

@@ -59,12 +59,12 @@ def calibrate(arguments: argparse.Namespace) -> None:
     """Check the choices, measure, write the file, read it back, print what it says."""
     from shardwise.description.cluster import Cluster
     from shardwise.errors import UserError
+    from shardwise.profiling.results import check_file
 
     out: Path = arguments.out
     if out.suffix != ".toml":
         raise UserError(f"--out {out}: a cluster file ends in .toml")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    check_file("--out", out)
     if arguments.ranks < 1:
         raise UserError(f"--ranks is {arguments.ranks}, expected at least 1")
     Cluster.load(arguments.links)  # an unknown name is told before anything is measured

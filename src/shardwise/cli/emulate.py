@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.errors import UserError, nearest
-from shardwise.profiling.results import check_file
+from shardwise.profiling.results import check_file, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -159,13 +159,13 @@ def _run(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> Non
         if arguments.check:
             rows += check(device, networks)
             shown = [[column.show(row) for column in _CHECKED] for row in rows]
-            _print_table("emulated collectives against the clock", _CHECKED, shown, width=110)
+            _print_shown("emulated collectives against the clock", _CHECKED, shown, width=110)
         for subject, (name, network) in itertools.product(subjects, networks):
             job = runner.Job(
                 subject, plan, arguments.rank, device, network, name, arguments.steps,
                 arguments.occupancy,
             )  # fmt: skip
-            figures = [each.to_row() for each in runner.run(job, engines, _say)]
+            figures = runner.run(job, engines, _say)
             _print_figures(job, figures)
             rows += [_facts(job, arguments) | row for row in figures]
             if arguments.out is not None:
@@ -326,22 +326,12 @@ def _print_figures(job: Job, rows: list[dict[str, Any]]) -> None:
         f"{subject.name}, {subject.batch} x {subject.length} tokens, {plan.title}, rank "
         f"{job.rank} of {plan.replicate}x{plan.shard}; network emulated: {job.network_name}"
     )
-    _print_table(title, columns, shown, width=130)
+    _print_shown(title, columns, shown, width=130)
 
 
-def _print_table(title: str, columns: Sequence[_Column], rows: list[list[str]], width: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column.title, justify="right" if column.form else "left")
-    for row in rows:
-        table.add_row(*row)
-    # A pipe has no width of its own; a table cut to 80 columns loses its names.
-    console = Console()
-    console = console if console.is_terminal else Console(width=width)
-    console.print(table)
+def _print_shown(title: str, columns: Sequence[_Column], rows: list[list[str]], width: int) -> None:
+    words = [column.title for column in columns if not column.form]
+    print_table(title, [column.title for column in columns], rows, {}, words, width)
 
 
 def _profile(job: Job, engines: tuple[str, ...], out: Path, cluster: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from shardwise.checked import Bound, check_bounds
 from shardwise.errors import UserError, nearest
+from shardwise.profiling.results import check_file, open_console, print_table
 
 if TYPE_CHECKING:
     from shardwise.predict.ranking import Candidate, Ranking
@@ -248,11 +249,8 @@ def plan(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name} is needed, as in: --model xl --tokens 131072")
     if arguments.top < 1:
         raise UserError(f"--top {arguments.top}: expected at least 1 row")
-    for path in (arguments.out, arguments.trace):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}")
-        if path is not None and path.is_dir():
-            raise UserError(f"{path} is a folder: give the name of a file to write, in it or not")
+    check_file("--out", arguments.out)
+    check_file("--trace", arguments.trace)
     question = _question(arguments)
     changed = question.changed(arguments.what_if)
     question.check()
@@ -288,6 +286,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     return Question(**given, strategies=strategies)
 
 
+_WIDTH = 150  # of the table in a pipe
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "plan": lambda c: c.plan.title,
     "mesh": lambda c: "x".join(map(str, c.plan.mesh)),
@@ -305,18 +304,11 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
 
 
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    console = console if console.is_terminal else Console(width=150)
-    table = Table(title=f"{question.model} on {question.cluster}, {title}")
-    for i, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if i < 5 else "right")
-    for candidate in ranking[:top]:
-        table.add_row(*(show(candidate) for show in _COLUMNS.values()))
+    console, heads = open_console(_WIDTH), list(_COLUMNS)
     if len(ranking):
-        console.print(table)
+        lines = [[show(candidate) for show in _COLUMNS.values()] for candidate in ranking[:top]]
+        title = f"{question.model} on {question.cluster}, {title}"
+        print_table(title, heads, lines, {}, heads[:5], _WIDTH)
     console.print(ranking.explain(), highlight=False)
     if len(ranking):
         console.print(str(ranking[0].breakdown), highlight=False)

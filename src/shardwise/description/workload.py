@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from shardwise.checked import check_bounds, whole
 from shardwise.errors import nearest
@@ -12,7 +12,8 @@ from shardwise.errors import nearest
 STATE_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
 Whole = Annotated[int, whole(1)]
 AUTOCAST_DTYPES = ("bfloat16", "float16")
-CHECKPOINTS = ("none", "reentrant", "nonreentrant")
+CheckpointKind = Literal["none", "reentrant", "nonreentrant"]
+CHECKPOINTS: tuple[str, ...] = get_args(CheckpointKind)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from shardwise.description.cluster import COLLECTIVES
 from shardwise.emulation.collectives import Emulation, emulate
 from shardwise.emulation.networks import NetworkModel
-from shardwise.engine import torch_private
 from shardwise.errors import UserError
+from shardwise.profiling.timing import issue_collective
 
 SIZES = tuple(2**20 * 4**i for i in range(6))  # 1 MiB to 1 GiB
 # Rows, inner and columns of the products, and less than one takes.
@@ -66,14 +66,14 @@ def time_collective(
     head_start = 2e-3 + rounds * 200e-6
     side = torch.cuda.Stream(device)
     # The first builds the kernel, which may take longer than the head start.
-    call_collective(collective, whole, part)
+    issue_collective(collective, whole, part).wait()
     torch.cuda.synchronize(device)
     busy = _compute(device, load, head_start + 1.1 * rounds * modelled)
     with torch.cuda.stream(side):
         emulation.links_of(device).delay(head_start)
         with emulation.measure(device) as measured:
             for _ in range(rounds):
-                call_collective(collective, whole, part)
+                issue_collective(collective, whole, part).wait()
             if busy is not None and busy.query():
                 raise RuntimeError("the matrix products ended before the collectives were issued")
     return modelled, [message.seconds for message in measured.messages]
@@ -91,13 +91,3 @@ def _compute(device: torch.device, load: str, seconds: float) -> torch.cuda.Even
     for _ in range(5 + round(seconds / each)):
         torch.mm(left, right, out=out)
     return torch.cuda.current_stream(device).record_event()
-
-
-def call_collective(kind: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-    """One collective of the default group, and wait for it; `part` is this rank's of `whole`."""
-    if kind == "all_gather":
-        torch_private.all_gather(whole, part, None).wait()
-    elif kind == "reduce_scatter":
-        torch_private.reduce_scatter(part, whole, None).wait()
-    else:
-        dist.all_reduce(whole)

@@ -24,14 +24,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.description.tracing.torch_private import comm_hooks_of
 from shardwise.emulation.device import DeviceLinks, Mode, Move
 from shardwise.emulation.exposure import DeviceRecorder, Exposure, HostRecorder, Message
-from shardwise.emulation.functional import graph_collectives
 from shardwise.emulation.links import Flow, HostLinks
 from shardwise.emulation.networks import NO_TIME, Network, NetworkModel, Transfer
 from shardwise.engine import torch_private
 
 __all__ = ["Emulation", "Network", "emulate"]
+
+
+GROUPED = ("all_gather_grouped", "reduce_scatter_grouped", "all_reduce_grouped")
 
 
 class EmulatedWork(Work):
@@ -108,9 +111,11 @@ class Emulation:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         group: Any,
-        lasts: bool = True,
     ) -> Work | None:
-        """Many gathers that take the time of one."""
+        """Many gathers that take the time of one. An engine gathers into one buffer of its own, a
+        graph into memory that is another in every step.
+        """
+        lasts = len({output.untyped_storage().data_ptr() for output in outputs}) == 1
         pairs = zip(outputs, inputs, strict=True)
         moves = [_gathers(output, source, group, lasts) for output, source in pairs]
         return self._run("all_gather", moves, group, async_op=True)
@@ -245,15 +250,17 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
     }
     # Which of the names exist depends on torch's version.
     originals = {name: getattr(dist, name) for name in replaced if hasattr(dist, name)}
-    grouped = torch_private.all_gather_grouped
+    grouped = {name: getattr(torch_private, name) for name in GROUPED}
     for name in originals:
         setattr(dist, name, replaced[name])
-    torch_private.all_gather_grouped = emulation.all_gather_grouped
+    for name in grouped:
+        setattr(torch_private, name, getattr(emulation, name))
     try:
-        with _hook_ddp(), graph_collectives(emulation):
+        with _hook_ddp():
             yield emulation
     finally:
-        torch_private.all_gather_grouped = grouped
+        for name, original in grouped.items():
+            setattr(torch_private, name, original)
         for name, original in originals.items():
             setattr(dist, name, original)
         emulation.close()
@@ -318,7 +325,7 @@ def _hook_ddp() -> Iterator[None]:
     original = DistributedDataParallel.forward
 
     def forward(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        if not torch_private.comm_hooks_of(model):
+        if not comm_hooks_of(model):
             # Without annotations: torch reads a hook's, and does not know postponed ones.
             model.register_comm_hook(
                 _Buckets(model.process_group), lambda buckets, bucket: buckets.send(bucket)

@@ -17,32 +17,26 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.description.language_model import LM, OPTIMIZER, compute_loss, draw_tokens
+from shardwise.description.preset import BENCH as BENCH_SIZE
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
-from shardwise.engine.api import (
-    shard,
-)
-from shardwise.engine.engine import (
-    engine_of,
-)
-from shardwise.engine.local_step import local
-from shardwise.engine.state import (
-    materialize,
-)
+from shardwise.engine.api import local, shard
+from shardwise.engine.engine import engine_of
+from shardwise.engine.state import materialize
 from shardwise.engine.torch_private import local_of
 from shardwise.errors import UserError
 from shardwise.planning.plan import DTYPES, Plan
 from shardwise.planning.strategies import STRATEGIES
 from shardwise.profiling.timing import Step
-from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
-from shardwise.trainer.sizes import BENCH as BENCH_SIZE
 
 BENCH = "bench"  # the benchmarks' own model, 0.95 B parameters
 ENGINES = ("shardwise", "torch")
+AXES = ("replicate", "shard")  # of a mesh with replicas, for torch
 TORCH_PLANS = ("ddp", "zero2", "zero3")  # what torch's engines do of the strategies
 
 Inputs = tuple[torch.Tensor, ...]
@@ -68,14 +62,13 @@ class Subject:
             return LM(BENCH_SIZE, self.length)
 
     def draw_inputs(self, device: torch.device) -> Inputs:
-        draw = torch.Generator().manual_seed(1)
         preset = self.preset
         if preset is not None and preset.kind == "ffn":
+            draw = torch.Generator().manual_seed(1)
             like = preset.inputs(Workload(self.length, self.batch))
             return tuple(torch.randn(x.shape, generator=draw).to(device) for x in like)
-        vocab = BENCH_SIZE.vocab if preset is None else preset.vocab
-        both = torch.randint(0, vocab, (2, self.batch, self.length), generator=draw).to(device)
-        return both[0], both[1]
+        size = BENCH_SIZE if preset is None else preset.size()
+        return draw_tokens(size, self.batch, self.length, device)
 
     def loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """A mean over this rank's batch."""
@@ -147,7 +140,9 @@ def _wrap_torch(
     model: nn.Module, plan: Plan, device: torch.device
 ) -> tuple[nn.Module, dict[str, Any]]:
     if plan.name != "ddp":
-        settings = _fully_shard(model, plan, device)
+        sizes, names = ((plan.shard,), None) if plan.replicate == 1 else (plan.mesh, AXES)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        settings = fully_shard_blocks(model, plan, mesh)
     else:
         settings = {"wrap": "DistributedDataParallel, its defaults"}
         if plan.compute_dtype:
@@ -157,12 +152,13 @@ def _wrap_torch(
     return (DistributedDataParallel(model) if plan.name == "ddp" else model), settings
 
 
-def _fully_shard(model: nn.Module, plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Each block, then the root."""
-    if plan.replicate > 1:
-        mesh = init_device_mesh(device.type, plan.mesh, mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device.type, (plan.shard,))
+def fully_shard_blocks(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    fully_shard: Callable[..., Any] = fsdp.fully_shard,
+) -> dict[str, Any]:
+    """What torch's surface makes of the Plan: each block is wrapped, then the root."""
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
         reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
@@ -172,7 +168,7 @@ def _fully_shard(model: nn.Module, plan: Plan, device: torch.device) -> dict[str
     layers = model.layers
     assert isinstance(layers, nn.ModuleList)
     for module in (*layers, model):
-        fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     return {"wrap": "fully_shard of each block, then the root", "reshard_after_forward": reshard}
 
 

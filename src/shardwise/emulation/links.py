@@ -1,8 +1,8 @@
 """Transfers under way over shared links, by a clock that the caller reads.
 
 Transfers of one group follow one another; those of different groups share links as
-`description/links.py` says. The step itself reads the clock on a CPU, and for a GPU the process of
-`clock.py`.
+`description/collectives.py` says. The step itself reads the clock on a CPU, and for a GPU the
+process of `clock.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from shardwise.description.links import LinkShares, slowdown
+from shardwise.description.collectives import LinkShares, slowdown
 from shardwise.emulation.networks import Transfer
 
 _INSTANT = 1e-8  # seconds; above what rounding leaves of a clock that counts from boot

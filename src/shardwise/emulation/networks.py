@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardwise.description.cluster import Cluster
-from shardwise.description.collectives import Members, bus_share, collective_time
-from shardwise.description.links import LinkShares, link_shares
+from shardwise.description.collectives import (
+    LinkShares,
+    Members,
+    bus_share,
+    collective_time,
+    link_shares,
+)
 
 
 @dataclass(frozen=True)

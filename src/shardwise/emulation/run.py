@@ -19,7 +19,6 @@ than the device, the plain step says so, and there the network costs less than i
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -32,16 +31,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.description.tracing import torch_private
 from shardwise.emulation.collectives import Emulation, emulate
 from shardwise.emulation.device import Mode
 from shardwise.emulation.engines import Inputs, Subject, build
 from shardwise.emulation.exposure import Exposure, Message
 from shardwise.emulation.networks import NetworkModel
-from shardwise.engine import torch_private
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
 from shardwise.profiling import footprint, timing
+from shardwise.profiling.results import Row
 from shardwise.profiling.timing import Sample, Side, Step
 
 MODES: tuple[Mode, ...] = ("network", "unwaited", "free")
@@ -65,31 +65,6 @@ class Job:
     occupancy: int = 0
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One engine's figures. Milliseconds, medians; spreads are interquartile."""
-
-    engine: str
-    side: Side
-    free_step_ms: float  # the same step over a free network
-    exposed_ms: float  # measured: all waits less those of a step that does not wait for a network
-    exposed_spread_ms: float
-    counterfactual_ms: float  # the step less the same over a free network
-    counterfactual_spread_ms: float
-    waiting_ms: float  # of that: less one that waits for nothing while the kernels go on
-    contention_ms: float  # the rest: what the kernels cost the compute they run beside
-    waited_ms: float  # all its waits of the compute stream
-    free_waited_ms: float  # those over a free network
-    calls: dict[str, int]
-    bytes_by_collective: dict[str, int]
-    settings: dict[str, Any]
-    messages: list[dict[str, Any]]
-
-    def to_row(self) -> dict[str, Any]:
-        row = asdict(self)
-        return row | row.pop("side")
-
-
 def join_fake_group(rank: int, world: int) -> None:
     """This process as one rank of a group in which nothing is sent."""
     store = torch_private.fake_store()
@@ -111,8 +86,6 @@ def joined(rank: int, world: int) -> Iterator[None]:
     """This process as `rank` of `world`, as it is emulated."""
     if dist.is_initialized():
         raise UserError("a process group is open already; emulate in a process of its own")
-    # torch's profiler, which counts allocations, otherwise announces itself on every start.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Fabricated gradients may get very small; denormal numbers would cost time of their own.
     torch.set_flush_denormal(True)
     threads = torch.get_num_threads()
@@ -172,8 +145,8 @@ class _Taken:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Figures]:
-    """The figures of each engine; two take turns, BLOCKS times each. The process group is open."""
+def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Row]:
+    """A row for each engine; two take turns, BLOCKS times each. The process group is open."""
     inputs = job.subject.draw_inputs(job.device)
     blocks = BLOCKS if len(engines) > 1 else 1
     rounds = max(2, -(-job.steps // blocks))
@@ -202,12 +175,11 @@ def _run_block(
     cuda = job.device.type == "cuda"
     left, held = (footprint.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
     built = build(engine, job.subject, job.plan, job.device, inputs)
-    timer = timing.time_on_cuda if cuda else timing.time_on_host(lambda: None)
     # Only kernels that occupy the device can go on without being waited for.
     modes = MODES if cuda and job.occupancy else ("network", "free")
     steps = {mode: _in_mode(emulation, mode, built.step) for mode in modes}
     plain = {mode: steps[mode] for mode in ("network", "free")}
-    samples = timing.alternate(plain, rounds, WARMUP, timer)
+    samples = timing.alternate(plain, rounds, WARMUP, timing.timer_on(job.device.type))
     for mode in plain:
         taken.samples[mode] += samples[mode]
     for i in range(rounds):
@@ -277,7 +249,9 @@ def _step_ahead(
     return timing.time_ahead(step, hold, samples, emulation.measure(device))
 
 
-def _sum_up(engine: str, taken: _Taken) -> Figures:
+def _sum_up(engine: str, taken: _Taken) -> Row:
+    """One engine's figures. Milliseconds, medians; spreads are interquartile."""
+
     def difference(first: str, second: str) -> list[float]:
         """Of steps that ran one right after the other: the device's clock rate drifts."""
         pairs = zip(taken.ahead_ms[first], taken.ahead_ms[second], strict=True)
@@ -293,32 +267,40 @@ def _sum_up(engine: str, taken: _Taken) -> Figures:
     # Only the first block makes the libraries' workspaces; the others find them there.
     peak, reserved = (min(values) for values in zip(*taken.peaks, strict=True))
     by_exposed = sorted(taken.exposures["network"], key=lambda exposure: exposure.exposed_s)
-    return Figures(
-        engine,
-        Side.of(
-            taken.samples["network"],
-            peak,
-            sum(taken.calls.values()),
-            taken.ahead_ms["network"],
-            reserved or None,
-        ),
-        free_step_ms=statistics.median(sample.step_ms for sample in taken.samples["free"]),
-        exposed_ms=statistics.median(exposed),
-        exposed_spread_ms=timing.spread(exposed),
-        counterfactual_ms=statistics.median(counterfactual),
-        counterfactual_spread_ms=timing.spread(counterfactual),
-        waiting_ms=statistics.median(difference("network", waitless)),
-        contention_ms=statistics.median(difference(waitless, "free")),
-        waited_ms=statistics.median(waited["network"]),
-        free_waited_ms=statistics.median(waited["free"]),
-        calls=taken.calls,
-        bytes_by_collective=taken.sent,
-        settings=taken.settings,
-        messages=_sum_up_messages(by_exposed[len(by_exposed) // 2]),
+    side = Side.of(
+        taken.samples["network"],
+        peak,
+        sum(taken.calls.values()),
+        taken.ahead_ms["network"],
+        reserved or None,
     )
+    free = [sample.step_ms for sample in taken.samples["free"]]
+    return {
+        "engine": engine,
+        # The same step over a free network.
+        "free_step_ms": statistics.median(free),
+        # Measured: all waits less those of a step that does not wait for a network.
+        "exposed_ms": statistics.median(exposed),
+        "exposed_spread_ms": timing.spread(exposed),
+        # The step less the same over a free network.
+        "counterfactual_ms": statistics.median(counterfactual),
+        "counterfactual_spread_ms": timing.spread(counterfactual),
+        # Of that: less one that waits for nothing while the kernels go on; and the rest, what the
+        # kernels cost the compute they run beside.
+        "waiting_ms": statistics.median(difference("network", waitless)),
+        "contention_ms": statistics.median(difference(waitless, "free")),
+        # All waits of the compute stream, and those over a free network.
+        "waited_ms": statistics.median(waited["network"]),
+        "free_waited_ms": statistics.median(waited["free"]),
+        "calls": taken.calls,
+        "bytes_by_collective": taken.sent,
+        "settings": taken.settings,
+        "messages": _sum_up_messages(by_exposed[len(by_exposed) // 2]),
+        **asdict(side),
+    }
 
 
-def _sum_up_messages(exposure: Exposure) -> list[dict[str, Any]]:
+def _sum_up_messages(exposure: Exposure) -> list[Row]:
     """The messages of a step by collective, ranks and size."""
     alike: dict[tuple[str, int, int], list[Message]] = defaultdict(list)
     for message in exposure.messages:

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from shardwise.engine import (
-    checks,
-)
+from shardwise.engine import checks
 from shardwise.engine.attach import attach, find_device
 from shardwise.engine.engine import ENGINE_KEY, Engine, engine_of, is_sharded
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Node
 from shardwise.engine.local_step import watch_optimizers
 from shardwise.engine.mesh import Mesh, mesh_of
-from shardwise.engine.state import (
-    copy_module,
-    repeat_unit,
-)
+from shardwise.engine.parameter_runs import ELEMENTWISE
+from shardwise.engine.state import copy_module, repeat_unit
 from shardwise.engine.unit import Unit
-from shardwise.planning.plan import DTYPES, Plan
+from shardwise.planning.plan import Plan, find_dtype
 
 _ONE_WAY = (
     "a model is sharded by sw.shard(model, plan) or by fully_shard, not by both: leave one of them "
@@ -63,8 +60,7 @@ def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
         No communication.
         """
         for unit in units:
-            if unit.prepared:
-                unit.free()
+            unit.free()
         for node in nodes:
             node.unhang()
             del node.module.__dict__["__deepcopy__"]
@@ -109,8 +105,7 @@ def _hang(model: nn.Module, plan: Plan, engine: Engine) -> list[Node]:
     for unit in engine.units:
         for module in unit.modules:
             by_module.setdefault(id(module), (module, []))[1].append(unit)
-    computes = DTYPES[plan.compute_dtype] if plan.compute_dtype else None
-    outputs = DTYPES[plan.output_dtype] if plan.output_dtype else None
+    computes, outputs = find_dtype(plan.compute_dtype), find_dtype(plan.output_dtype)
     nodes = []
     for module, units in by_module.values():
         is_root = module is model
@@ -139,6 +134,26 @@ def check_unplanned(model: nn.Module) -> None:
                 f"parameter {name!r} of {type(model).__name__} is sharded already, by a Plan; "
                 f"{_ONE_WAY}"
             )
+
+
+def local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer` itself, once it is sure that it steps on flat local buffers: an error if it is of
+    a kind that cannot, or has no parameter of a sharded model.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise TypeError(
+            f"sw.local takes optimizers that treat every element alike ({kinds}), got "
+            f"{type(optimizer).__name__}; use it directly: it works on the sharded parameters"
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if checks.engine_training(parameter) is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model; "
+                    "build the optimizer from model.parameters() after sw.shard(model, plan)"
+                )
+    return optimizer
 
 
 def exposed_seconds(model: nn.Module) -> float | None:

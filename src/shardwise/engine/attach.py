@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.engine.mesh import Mesh, default_device, unsharded
 from shardwise.engine.storage import Member, Offload
 from shardwise.engine.unit import Unit
-from shardwise.planning.plan import DTYPES, Plan
+from shardwise.planning.plan import Plan, cast_dtypes, find_dtype
 from shardwise.planning.units import places
 from shardwise.schedule.policy import UnitPolicy
 
@@ -38,18 +38,16 @@ class Options(UnitPolicy):
     after_reduce_stream: torch.cuda.Stream | None = None
 
     def dtypes(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and reduce dtype of parameters whose own dtype is `own`. Integers stay."""
-        if not own.is_floating_point:
-            return own, own
-        return self.compute_dtype or own, self.reduce_dtype or own
+        """Compute and reduce dtype of parameters whose own dtype is `own`."""
+        return cast_dtypes(own, self.compute_dtype, self.reduce_dtype)
 
 
-def divide(options: Options, reduce_dtype: torch.dtype, factor: float) -> None:
-    """Divide gradients by `factor` in all. A dtype of small range takes about the square root of it
-    before the sum and the rest after, so that neither end of the range is left.
+def divide(unit: Unit, factor: float) -> None:
+    """Divide a unit's gradients by `factor` in all. A dtype of small range takes about the square
+    root of it before the sum and the rest after, so that neither end of the range is left.
     """
-    before = 1.0
-    if reduce_dtype not in (torch.float32, torch.bfloat16):
+    options, before = unit.options, 1.0
+    if options.dtypes(unit.parameters.dtype)[1] not in (torch.float32, torch.bfloat16):
         while factor % before == 0 and factor / before > before:
             before *= 2
     options.divide_before, options.divide_after = before, factor / before
@@ -93,32 +91,22 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
     units = []
     for spec in specs:
         is_root = spec.modules == ("",)
+        options = Options(
+            **vars(plan.unit_policy(is_root)),
+            compute_dtype=find_dtype(plan.compute_dtype),
+            reduce_dtype=find_dtype(plan.reduce_dtype),
+            gather=plan.gather,
+            plain=plan.strategy.state == "replicate",
+        )
         unit = Unit(
             spec.name,
             [modules[name] for name in spec.modules],
             [members[p.name] for p in spec.parameters],
             all_ranks if spec.whole else mesh,
-            options_of(plan, is_root),
+            options,
             is_root,
         )
         if plan.average:
-            divide(unit.options, unit.options.dtypes(unit.parameters.dtype)[1], plan.world)
+            divide(unit, plan.world)
         units.append(unit)
     return units
-
-
-def options_of(plan: Plan, is_root: bool) -> Options:
-    """What a Plan says of one unit."""
-    return Options(
-        **vars(plan.unit_policy(is_root)),
-        compute_dtype=DTYPES[plan.compute_dtype] if plan.compute_dtype else None,
-        reduce_dtype=DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None,
-        gather=plan.gather,
-        plain=plan.strategy.state == "replicate",
-    )
-
-
-def owners_of(units: list[Unit]) -> list[nn.Module]:
-    """The modules in which the units' parameters hang."""
-    places = [place for u in units for member in u.parameters.members for place in member.places]
-    return list({id(module): module for module, _ in places}.values())

@@ -8,9 +8,8 @@ import linecache
 import re
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.collectives import digest
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.storage import keeper_of
 from shardwise.engine.torch_private import children_of, parameters_of
@@ -26,7 +26,7 @@ from shardwise.engine.unit import Unit
 from shardwise.schedule.policy import Policy
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+    from shardwise.engine.engine import Engine, Structure
 
 _NOTHING = "nothing more"
 
@@ -38,18 +38,20 @@ class Agreement:
         self.policy, self.mesh = policy, mesh
         self.first = True  # no step has shown the order of backward yet
         self.first_pass = True  # units are compared as they run
-        self._compared_values = False
+        self.compared_values = False
 
-    def check_counts(self, count: int, order: tuple[str, ...]) -> None:
-        """Error on every rank when ranks that must move together run different numbers of
-        micro-batches, or ran their units in different orders in the last step.
+    def check_orders(self, order: tuple[str, ...]) -> None:
+        """Error on every rank of a shard group whose ranks ran their units in different orders in
+        the last step.
         """
-        inside = self.mesh.shard.exchange((count, _digest(order)))
-        if len({digest for _, digest in inside}) > 1:
-            orders = self.mesh.shard.exchange(order)
-            for at, units in enumerate(zip_longest(*orders, fillvalue=_NOTHING)):
-                self._check_same(units, at)
-        per_replica = self.mesh.replicate.exchange([count for count, _ in inside])
+        orders = self.mesh.shard.exchange(order)
+        for at, units in enumerate(zip_longest(*orders, fillvalue=_NOTHING)):
+            self._check_same(units, at)
+
+    def check_counts(self, per_replica: list[list[int]]) -> None:
+        """Error on every rank when ranks that must move together run different numbers of
+        micro-batches.
+        """
         for replica, counts in enumerate(per_replica):
             if len(set(counts)) > 1:
                 raise RuntimeError(
@@ -69,9 +71,7 @@ class Agreement:
         """Once, before the first pass: error if ranks were given different models; error (under a
         Plan) or warning if different initial values. Names the first parameter that differs.
         """
-        if self._compared_values:
-            return
-        self._compared_values = True
+        self.compared_values = True
         sums = [unit.parameters.checksums for unit in units]
         changed = None in sums
         mine = {name: value for own in sums for name, value in (own or {}).items()}
@@ -82,7 +82,7 @@ class Agreement:
             for unit in units
             for member in unit.parameters.members
         }
-        said = self.everybody((_digest(model), None if changed else _digest(mine)))
+        said = self.everybody((digest(model), None if changed else digest(mine)))
         if len({of_model for of_model, _ in said}) > 1:
             self._check_models(self.everybody(model))
         values = {of_values for _, of_values in said}
@@ -142,9 +142,8 @@ class Agreement:
 
     def end_first_pass(self, order: tuple[str, ...]) -> None:
         """A rank that runs fewer units than the others has nothing more to gather."""
-        if self.first_pass:
-            self.first_pass = False
-            self._check_same(self.mesh.shard.exchange(_NOTHING), len(order))
+        self.first_pass = False
+        self._check_same(self.mesh.shard.exchange(_NOTHING), len(order))
 
     def _check_same(self, units: Sequence[str], at: int) -> None:
         """Error that names the unit at which a shard group's ranks parted."""
@@ -156,11 +155,6 @@ class Agreement:
             "gathered is not what was asked for. Let every rank run the same modules in the same "
             "order"
         )
-
-    @property
-    def settles(self) -> bool:
-        """Whether ranks have something to compare at this step's end."""
-        return self.first or self.policy.needs_equal_use
 
     def settle(
         self, ran: bool, unused: frozenset[str], ready: Sequence[str]
@@ -190,10 +184,6 @@ class Agreement:
             f"parameter {name!r} was used on some ranks only (not on {ranks} of those that ran); "
             "let every rank use it, or allow zeros in its place with Plan.of(..., unused='zeros')"
         )
-
-
-def _digest(value: object) -> int:
-    return zlib.crc32(repr(sorted(value.items()) if isinstance(value, dict) else value).encode())
 
 
 def _first_difference(said: list[dict[str, Any]]) -> str:
@@ -243,85 +233,70 @@ def check_memory(units: list[Unit]) -> None:
         )
 
 
-class Structure:
-    """The modules and parameters of a model when it was sharded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
-        self._record(model)
-
-    def _record(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._children = list(map(children_of, modules))
-        self._parameters = list(map(parameters_of, modules))
-        self._seen = self._look()
-        self._owners = _owners(modules)
-        self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-    def _look(self) -> tuple[int, list[int], list[nn.Module | None]]:
-        """How many parameters all modules have, how many children each has, and which."""
-        children = self._children
-        modules = list(chain.from_iterable(map(dict.values, children)))
-        return sum(map(len, self._parameters)), list(map(len, children)), modules
-
-    def check(self, may_grow: bool = True) -> None:
-        """Error if a module with parameters, or a parameter, was replaced since, or unless it
-        `may_grow` added or taken out. (A parameter put in another's place is found when its unit is
-        shown.) What was added and nobody shards trains as torch trains it: each rank its own.
-        """
-        if self._look() == self._seen:
-            return
-        model = self.model()
-        assert model is not None
-        owners = _owners(model.modules())
-        # Else it is something around known modules (torch.compile, a checkpoint wrapper), or one
-        # without parameters.
-        if owners != self._owners:
-            grown = all(set(keys) <= set(owners.get(i, ())) for i, keys in self._owners.items())
-            # A module taken out, whole and for nothing else, is one that no step runs any more.
-            shrunk = all(self._owners.get(i) == keys for i, keys in owners.items())
-            if not (may_grow and (grown or shrunk)):
-                raise RuntimeError(
-                    f"{self._first_change()} was added, removed or replaced after sharding; it "
-                    "would be neither sharded nor trained. Change the model before it is sharded "
-                    "(adapters, too, are added before)"
-                )
-            self._warn_of_added(model)
-        self._record(model)
-
-    def _warn_of_added(self, model: nn.Module) -> None:
-        """Name trainable parameters that no engine and no DTensor keeps alike on all ranks."""
-        added = [
-            name
-            for name, parameter in model.named_parameters()
-            if name not in self._names and parameter.requires_grad
-            if not isinstance(parameter, DTensor) and engine_training(parameter) is None
-        ]
-        if added and dist.get_world_size() > 1:
-            warnings.warn(
-                f"{added[0]!r}{f' and {len(added) - 1} more' if added[1:] else ''} came into the "
-                "model after it was sharded: each rank trains its own, as under torch's "
-                "fully_shard. Call fully_shard on the modules that have them, or all-reduce their "
-                "gradients yourself",
-                stacklevel=2,
-            )
-
-    def _first_change(self) -> str:
-        """The first thing that is not as it was."""
-        model = self.model()
-        assert model is not None
-        modules = {id(module) for module in self._seen[2]}
-        for name, module in model.named_modules():
-            if name and id(module) not in modules:
-                return f"the module {name!r} ({type(module).__name__})"
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        return f"the parameter {min(names ^ self._names, default='?')!r}"
+def check_structure(structure: Structure, may_grow: bool) -> None:
+    """Error if a module with parameters, or a parameter, was replaced since, or unless it
+    `may_grow` added or taken out. (A parameter put in another's place is found when its unit is
+    shown.) What was added and nobody shards trains as torch trains it: each rank its own.
+    """
+    model = structure.model()
+    assert model is not None
+    now, then = find_owners(model.modules()), structure.owners
+    # Else it is something around known modules (torch.compile, a checkpoint wrapper), or one
+    # without parameters.
+    if now == then:
+        return
+    grown = all(set(keys) <= set(now.get(i, ())) for i, keys in then.items())
+    # A module taken out, whole and for nothing else, is one that no step runs any more.
+    shrunk = all(then.get(i) == keys for i, keys in now.items())
+    if not (may_grow and (grown or shrunk)):
+        raise RuntimeError(
+            f"{_first_change(structure, model)} was added, removed or replaced after sharding; it "
+            "would be neither sharded nor trained. Change the model before it is sharded "
+            "(adapters, too, are added before)"
+        )
+    # Trainable parameters that no engine and no DTensor keeps alike on all ranks.
+    added = [
+        name
+        for name, parameter in model.named_parameters()
+        if name not in structure.names and parameter.requires_grad
+        if not isinstance(parameter, DTensor) and engine_training(parameter) is None
+    ]
+    if added and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{added[0]!r}{f' and {len(added) - 1} more' if added[1:] else ''} came into the "
+            "model after it was sharded: each rank trains its own, as under torch's "
+            "fully_shard. Call fully_shard on the modules that have them, or all-reduce their "
+            "gradients yourself",
+            stacklevel=2,
+        )
 
 
-def _owners(modules: Iterable[nn.Module]) -> dict[int, tuple[str, ...]]:
+def _first_change(structure: Structure, model: nn.Module) -> str:
+    """The first thing that is not as it was."""
+    modules = {id(module) for module in structure.seen[2]}
+    for name, module in model.named_modules():
+        if name and id(module) not in modules:
+            return f"the module {name!r} ({type(module).__name__})"
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return f"the parameter {min(names ^ structure.names, default='?')!r}"
+
+
+def find_owners(modules: Iterable[nn.Module]) -> dict[int, tuple[str, ...]]:
     """Who has parameters of its own, and under which keys."""
     dicts = map(parameters_of, modules)
     return {id(own): tuple(own) for own in dicts if any(p is not None for p in own.values())}
+
+
+def check_unmoved(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Error if the optimizer is from before sharding."""
+    for parameter in parameters:
+        moved = getattr(parameter, "_shardwise_moved", None)
+        if moved is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built before sharding and holds the old parameter "
+                f"{moved!r}, which no longer trains; build the optimizer from model.parameters() "
+                "after sw.shard(model, plan) or fully_shard(model)"
+            )
 
 
 _SAYS = "got mixed torch.Tensor and DTensor"

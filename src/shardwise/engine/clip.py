@@ -10,12 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine import (
-    checks,
-)
-from shardwise.engine.engine import (
-    engine_of,
-)
+from shardwise.engine import checks
+from shardwise.engine.engine import engine_of
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.torch_private import foreach_mul_, foreach_norm, local_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,23 +30,6 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-class Done:
-    """Nothing under way: a group of one rank, or an operation that has ended."""
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = Done()
-
-
-Unpack = Callable[[], None]  # to run when a gather has ended
-
-
-def nothing_to_unpack() -> None:
-    return None
-
-
 class All:
     """Several handles as one."""
 
@@ -57,6 +41,10 @@ class All:
             handle.wait()
 
 
+DONE = All(())  # nothing under way: a group of one rank, or an operation that has ended
+Unpack = Callable[[], None] | None  # to run when a gather has ended
+
+
 def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a collective; that of `custom`, if it is called instead of torch.distributed."""
     if custom is None:
@@ -66,28 +54,29 @@ def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) 
 
 
 class Buffer:
-    """A flat tensor whose memory comes and goes while its views stay."""
+    """Tensors whose memory comes and goes, all together, while their views stay."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._storage = self.flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self._storages = [(s, s.nbytes()) for s in map(torch.Tensor.untyped_storage, tensors)]
         self.allocated = True
 
     def allocate(self) -> None:
         if not self.allocated:
-            self._storage.resize_(self._nbytes)
+            for storage, nbytes in self._storages:
+                storage.resize_(nbytes)
+                if marks.on is not None:
+                    marks.on.buffer(self, storage.data_ptr(), nbytes)
             self.allocated = True
-            if marks.on is not None:
-                marks.on.buffer(self, self._storage.data_ptr(), self._nbytes)
 
     def release(self) -> None:
-        # numpy has a view: torch resizes that storage no more.
-        if self.allocated and self._storage.resizable():
-            if marks.on is not None:
-                marks.on.buffer(self, self._storage.data_ptr(), -self._nbytes)
-            self._storage.resize_(0)
-            self.allocated = False
+        for storage, nbytes in self._storages if self.allocated else ():
+            # numpy has a view: torch resizes that storage no more.
+            if storage.resizable():
+                if marks.on is not None:
+                    marks.on.buffer(self, storage.data_ptr(), -nbytes)
+                storage.resize_(0)
+                self.allocated = False
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -135,6 +124,32 @@ class Group:
         self._note("all_gather", *outputs)
         return _issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
 
+    def all_gather_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Many gathers as one message, where the backend can; else one each."""
+        if len(outputs) == 1:
+            return self.all_gather(outputs[0], inputs[0])
+        if self.groups_calls(outputs[0].device):
+            return self.all_gather_grouped(outputs, inputs)
+        return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        """Many scatters as one message, where the backend can; else one each."""
+        if len(outputs) == 1 or not self.groups_calls(outputs[0].device):
+            return All([self.reduce_scatter(*pair) for pair in zip(outputs, inputs, strict=True)])
+        self._note("reduce_scatter", *inputs)
+        return _issued(torch_private.reduce_scatter_grouped(outputs, inputs, self.group))
+
+    def all_reduce_all(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        """Many sums, in place, as one message, where the backend can; else one each."""
+        if len(tensors) == 1 or not self.groups_calls(tensors[0].device):
+            return All([self.all_reduce(tensor) for tensor in tensors])
+        self._note("all_reduce", *tensors)
+        return _issued(torch_private.all_reduce_grouped(tensors, self.group))
+
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
     ) -> Handle:
@@ -168,7 +183,7 @@ class Group:
         """The group's ranks in the world."""
         return tuple(dist.get_process_group_ranks(self.group))
 
-    def gathers_grouped(self, device: torch.device) -> bool:
+    def groups_calls(self, device: torch.device) -> bool:
         """Whether a grouped call takes this device's tensors. gloo's does not, though its other
         calls do: it reads them as the host's, and the process dies.
         """
@@ -183,6 +198,11 @@ class Group:
                     log.calls.append(Call(name, self.axis, nbytes, self.size))
             if marks.on is not None:
                 marks.on.call(name, self.axis, nbytes, self.members)
+
+
+def digest(value: object) -> int:
+    """A short number for ranks to compare instead of the value."""
+    return zlib.crc32(repr(sorted(value.items()) if isinstance(value, dict) else value).encode())
 
 
 Value = TypeVar("Value")

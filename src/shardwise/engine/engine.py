@@ -8,19 +8,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from shardwise.engine import (
-    checks,
-    marks,
-    torch_private,
-)
-from shardwise.engine.checks import (
-    Agreement,
-)
+from shardwise.engine import checks, marks, torch_private
+from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Hold, Node
 from shardwise.engine.mesh import Mesh
@@ -31,6 +26,38 @@ from shardwise.schedule.policy import Policy
 
 ENGINE_KEY = "_shardwise"  # on a sharded module: its engine, or what gives it
 Item = TypeVar("Item")
+
+
+class Structure:
+    """The modules and parameters of a model when it was sharded. A look at the counts and at the
+    modules tells whether there is something to check.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self._record(model)
+
+    def _record(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = list(map(torch_private.children_of, modules))
+        self._parameters = list(map(torch_private.parameters_of, modules))
+        self.seen = self._look()
+        self.owners = checks.find_owners(modules)
+        self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def _look(self) -> tuple[int, list[int], list[nn.Module | None]]:
+        """How many parameters all modules have, how many children each has, and which."""
+        children = self._children
+        modules = list(chain.from_iterable(map(dict.values, children)))
+        return sum(map(len, self._parameters)), list(map(len, children)), modules
+
+    def check(self, may_grow: bool = True) -> None:
+        """Error if the model is another one now; what it `may_grow` by is recorded."""
+        if self._look() != self.seen:
+            checks.check_structure(self, may_grow)
+            model = self.model()
+            assert model is not None
+            self._record(model)
 
 
 class Engine:
@@ -45,11 +72,11 @@ class Engine:
         executor: TensorExecutor,
     ) -> None:
         """`mesh` is the one that ranks agree on things over; units may move on others."""
-        self.units, self.mesh, self.policy = units, mesh, policy
+        self.units, self.mesh, self.policy, self.executor = units, mesh, policy, executor
         self.schedule: Schedule[Unit] = Schedule(units, policy, executor)
         self.plan: Plan | None = None  # where the units come from a Plan
-        self.agreement = Agreement(policy, mesh)
-        self.structure = checks.Structure(model)
+        self.agreement = checks.Agreement(policy, mesh)
+        self.structure = Structure(model)
         # The node whose forward is the outermost now; None between forwards.
         self.forward_root: Node | None = None
         self.hold: Hold | None = None  # of the forward that runs
@@ -62,12 +89,6 @@ class Engine:
         if not any(unit.parameters.master.is_meta for unit in units):
             self._prepare()
 
-    @property
-    def executor(self) -> TensorExecutor:
-        executor = self.schedule.executor
-        assert isinstance(executor, TensorExecutor)
-        return executor
-
     def _prepare(self) -> None:
         """Make ready the units that are new, or whose parameters became others."""
         checks.check_memory(self.units)
@@ -75,16 +96,15 @@ class Engine:
             if not unit.prepared:
                 unit.prepare(self.executor)
         checks.mark(self)
-        self._follow_gradients()
+        self._lay_out_gradients()
 
     def share(self, executor: TensorExecutor) -> None:
         """Move on other lanes from now on."""
         self.schedule.reduces.finish()
-        self.schedule.executor = self.schedule.reduces.executor = executor
+        self.executor = self.schedule.executor = self.schedule.reduces.executor = executor
         for unit in self.units:
-            if unit.prepared:
-                unit.wait()
-                unit.executor = executor
+            unit.wait()
+            unit.executor = executor
 
     def interrupt(self, message: str) -> None:
         """A micro-batch loop was left early: drop what its step has summed. Whoever then wants to
@@ -106,6 +126,23 @@ class Engine:
         message, self.interrupted = self.interrupted, None
         if message is not None:
             warnings.warn(message, stacklevel=3)
+
+    def compare_counts(self, count: int) -> None:
+        """Before a step's micro-batches: ranks compare how many each runs, and the order of their
+        last forward.
+        """
+        order, agreement = self.schedule.forward_order.names, self.agreement
+        inside = self.mesh.shard.exchange((count, digest(order)))
+        if len({of_order for _, of_order in inside}) > 1:
+            agreement.check_orders(order)
+        per_replica = self.mesh.replicate.exchange([count for count, _ in inside])
+        if len(set(chain.from_iterable(per_replica))) > 1:
+            agreement.check_counts(per_replica)
+        self._compare_values()
+
+    def _compare_values(self) -> None:
+        if not self.agreement.compared_values:
+            self.agreement.check_values(self.units)
 
     # Forward
 
@@ -135,15 +172,17 @@ class Engine:
         others are looked at, so that the host does that while it travels.
         """
         known = not self.agreement.first_pass
-        early = [unit for unit in first if known and unit.prepared and not unit.follow()]
+        early = [unit for unit in first if known and unit.prepared and not unit.adopt_changes()]
         self._renew(early)
         for unit in early:
             unit.gather()
         others = [unit for unit in self.units if unit not in early]
-        if any([unit.follow() or not unit.prepared for unit in others]):
+        if any([unit.adopt_changes() or not unit.prepared for unit in others]):
             self._prepare()
-        self.agreement.check_values(self.units)
-        self.follow_requires_grad()
+        self._compare_values()
+        # Parameters may be frozen or unfrozen since the last pass.
+        if any([unit.adopt_requires_grad() for unit in self.units]):
+            self._lay_out_gradients()
         self._renew(others)
 
     def _renew(self, units: Sequence[Unit]) -> None:
@@ -171,7 +210,8 @@ class Engine:
             self.schedule.end_forward()
         else:
             self._end_evaluation()
-        self.agreement.end_first_pass(self.schedule.forward_order.names)
+        if self.agreement.first_pass:
+            self.agreement.end_first_pass(self.schedule.forward_order.names)
 
     def _end_evaluation(self) -> None:
         self.schedule.forget_forward()
@@ -220,7 +260,7 @@ class Engine:
 
     def end_backward(self) -> None:
         """Backward is over: reduce what is left, wait for the sums, hang them on the visible
-        parameters.
+        parameters, give back what only backward needed.
         """
         schedule = self.schedule
         if schedule.accumulated:
@@ -228,20 +268,19 @@ class Engine:
             self.backwards += 1
             if any(unit.sums.complete for unit in schedule.reduce_order):
                 self.end_step(ran=True)
-        self._close_backward()
-
-    def _close_backward(self) -> None:
-        """Give back what only backward needed."""
         if marks.on is not None:
             marks.on.turn("", "optimizer")
-        self.schedule.close_backward()
+        schedule.close_backward()
 
     def end_step(self, ran: bool) -> None:
         """The sums are complete: hang them on the parameters."""
         schedule = self.schedule
-        if self.agreement.settles:
-            names = [unit.name for unit in schedule.current.ready]
-            order = self.agreement.settle(ran, self._missing(), names)
+        if self.agreement.first or self.policy.needs_equal_use:
+            ready = [unit.name for unit in schedule.current.ready]
+            trained = [unit.gradients for unit in self.units if unit.gradients is not None]
+            # Parameters of which this rank produced no gradient in this step.
+            unused = frozenset(name for gradients in trained for name in gradients.missing)
+            order = self.agreement.settle(ran, unused, ready)
             if order is not None:
                 schedule.reduce_in(order)
         try:
@@ -263,11 +302,6 @@ class Engine:
         for unit in self.schedule.reduce_order:
             assert unit.gradients is not None
             unit.gradients.clear()
-
-    def _missing(self) -> frozenset[str]:
-        """Parameters of which this rank produced no gradient in this step."""
-        trained = [unit.gradients for unit in self.units if unit.gradients is not None]
-        return frozenset(name for gradients in trained for name in gradients.missing)
 
     def run_nothing(self) -> None:
         """A step without micro-batches on this rank's shard group."""
@@ -296,12 +330,7 @@ class Engine:
 
     # What is trained
 
-    def follow_requires_grad(self) -> None:
-        """Notice parameters frozen or unfrozen since the last pass."""
-        if any([unit.follow_requires_grad() for unit in self.units]):
-            self._follow_gradients()
-
-    def _follow_gradients(self) -> None:
+    def _lay_out_gradients(self) -> None:
         """Other parameters are trained than before, or they stand in other memory."""
         self.relayouts += 1
         self.agreement.first = True
@@ -353,8 +382,7 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     engine.forget_interrupted()
     items = list(batches)
     total = len(items)
-    engine.agreement.check_counts(total, engine.schedule.forward_order.names)
-    engine.agreement.check_values(engine.units)
+    engine.compare_counts(total)
     if total == 0:
         engine.run_nothing()
         return

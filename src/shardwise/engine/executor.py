@@ -9,14 +9,15 @@ frees it. What a lane allocates for itself lives and dies in the lane's own orde
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from shardwise.engine import marks, torch_private
-from shardwise.engine.collectives import DONE, Buffer, Handle, allocate, nothing_to_unpack
+from shardwise.engine.collectives import DONE, Buffer, Handle, allocate
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
 
@@ -36,41 +37,27 @@ class Lane:
         # can, a host cannot.
         self.ordered = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.ordered else None
-        self._inside = _Inside(self) if self.ordered else _NOTHING
-        self._behind = _Inside(self, behind_compute=True) if self.ordered else _NOTHING
+        # Queue what follows on this lane, after what the lane already has; or after everything
+        # that compute has queued so far.
+        self.inside = _Inside(self) if self.ordered else _NOTHING
+        self.behind_compute = _Inside(self, behind_compute=True) if self.ordered else _NOTHING
         self.waited = 0.0  # host seconds blocked in `join`; on a CPU that is exposed communication
 
-    def behind_compute(self) -> AbstractContextManager[Any]:
-        """Queue what follows on this lane, after everything compute has queued so far."""
-        return self._behind
-
-    def enter(self) -> AbstractContextManager[Any]:
-        """Queue what follows on this lane, after what the lane already has."""
-        return self._inside
-
-    def aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def aside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
         """Queue what follows on another stream, in this lane's order, if one is given. A host's
         stream orders nothing, but is the current one inside.
         """
-        if stream is None:
-            return _NOTHING
-        if self.stream is None:
-            return torch.cpu.stream(cast(Any, stream))
-        return _Aside(self.stream, stream)
-
-    def block_host(self) -> None:
-        """The host waits for all that the lane has."""
-        if self.stream is not None:
-            self.stream.synchronize()
-
-    def wait_for(self, other: Lane) -> None:
-        """Queue what follows on this lane after what `other` has."""
-        if self.stream is not None and other.stream is not None:
-            self.stream.wait_stream(other.stream)
-
-    def make_event(self) -> torch.cuda.Event | None:
-        """An event to mark moments with again and again; making one is dearer than recording it."""
-        return torch.cuda.Event() if self.ordered else None
+        if stream is None or self.stream is None:
+            with torch.cpu.stream(cast(Any, stream)):  # of None: nothing
+                yield
+            return
+        stream.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self.stream.wait_stream(stream)
 
     def mark(self, event: torch.cuda.Event | None = None) -> Handle:
         """This moment of the lane, for compute to wait for."""
@@ -88,22 +75,6 @@ class Lane:
         began = time.perf_counter()
         handle.wait()
         self.waited += time.perf_counter() - began
-
-
-class _Aside:
-    """A stream that runs between two moments of a lane."""
-
-    def __init__(self, lane: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
-        self._lane, self._stream = lane, stream
-        self._current = torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._stream.wait_stream(self._lane)
-        self._current.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        self._current.__exit__(*exc)
-        self._lane.wait_stream(self._stream)
 
 
 class _Inside:
@@ -165,28 +136,30 @@ class TensorExecutor:
     # A unit
 
     def gather(self, unit: Unit) -> None:
-        p, lane, way = unit.parameters, self.gathers, unit.way
+        p, lane, gather = unit.parameters, self.gathers, unit.next_gather
         unit.gathered_version = unit.version
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.
-        if self.ordered or not way.stages:
+        if self.ordered or not gather.stages:
             p.buffer.allocate()
-        with _range("gather", unit.name), lane.behind_compute():
-            handle, unpack = way.start()
+        with marked("gather", unit.name), lane.behind_compute:
+            handle, unpack = gather.start()
             if self.ordered:
                 handle.wait()
-                unpack()
-                handle, unpack = lane.mark(unit.arrived), nothing_to_unpack
+                if unpack is not None:
+                    unpack()
+                handle, unpack = lane.mark(unit.arrived), None
         unit.arriving = handle, unpack
 
     def wait(self, unit: Unit) -> None:
         p, (handle, unpack) = unit.parameters, unit.arriving
         self.gathers.join(handle)
-        with _range("copy-out", unit.name):
+        with marked("copy-out", unit.name):
             p.buffer.allocate()
-            unpack()
-        unit.arriving = DONE, nothing_to_unpack
-        if isinstance(p, ExtendedParameters):
-            unit.take_over(p.take_placeholder())
+            if unpack is not None:
+                unpack()
+        unit.arriving = DONE, None
+        if isinstance(p, ExtendedParameters) and unit.places[0][2] is not p.shown[0]:
+            unit.take_over(p.shown[0])
 
     def show(self, unit: Unit) -> None:
         for places, key, shown, _ in unit.places:
@@ -200,12 +173,12 @@ class TensorExecutor:
         unit.parameters.buffer.release()
 
     def shrink(self, unit: Unit) -> None:
-        assert unit.kept_buffer is not None
-        unit.kept_buffer.fill()
+        assert unit.kept_piece is not None
+        unit.kept_piece.fill()
 
     def forget_piece(self, unit: Unit) -> None:
-        assert unit.kept_buffer is not None
-        unit.kept_buffer.release()
+        assert unit.kept_piece is not None
+        unit.kept_piece.release()
 
     # A reduce
 
@@ -219,7 +192,7 @@ class TensorExecutor:
         found, buffer = gradients.take(), None
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
-        with _range("pack", unit.name), lane.behind_compute():
+        with marked("pack", unit.name), lane.behind_compute:
             if passes and custom is None and gradients.slot is not None:
                 slot, buffer = gradients.slot.pack(found), gradients.slot.buffer
             else:
@@ -228,32 +201,30 @@ class TensorExecutor:
                     numel = gradients.shard_numel * unit.shard_ranks
                     into = allocate(custom, numel, gradients.reduce_dtype, unit.mesh.device)
                 slot = gradients.pack(found, into)
-        reduction = TensorReduction(unit, found, TensorHeld(slot, into_sums, buffer), lane=lane)
-        reduction.freed = lane.mark(unit.packed)
-        return reduction
+        held = TensorHeld(slot, into_sums, buffer)
+        return TensorReduction(unit, found, held, freed=lane.mark(unit.packed), lane=lane)
 
     def zeros(self, unit: Unit) -> TensorReduction:
         gradients, lane = unit.gradients, self.scatters
         assert gradients is not None and gradients.sums is not None
-        with lane.behind_compute():
+        with lane.behind_compute:
             zeros = torch.zeros_like(
                 gradients.sums, dtype=gradients.reduce_dtype, device=unit.mesh.device
             )
-        reduction = TensorReduction(unit, [], TensorHeld(zeros), lane=lane)
-        reduction.freed = lane.mark(unit.packed)
-        return reduction
+        held = TensorHeld(zeros)
+        return TensorReduction(unit, [], held, freed=lane.mark(unit.packed), lane=lane)
 
     def scatter(self, reduction: TensorReduction, into_sums: bool) -> None:
-        unit, lane, slot = reduction.unit, self.scatters, _tensor(reduction.held)
+        unit, lane, slot = reduction.unit, self.scatters, reduction.held.content
         gradients, options = unit.gradients, unit.options
         assert gradients is not None
         if options.divide_before != 1.0:
-            with lane.enter():
+            with lane.inside:
                 slot.div_(options.divide_before)
         if unit.shard_ranks == 1:
             return
         custom, group = options.custom_scatter, unit.mesh.scatter
-        with _range("reduce", unit.name), lane.enter():
+        with marked("reduce", unit.name), lane.inside:
             rows = gradients.sums
             if not into_sums or rows is None:
                 numel, dtype = gradients.shard_numel, gradients.reduce_dtype
@@ -265,9 +236,10 @@ class TensorExecutor:
     def all_reduce(self, reduction: TensorReduction) -> None:
         unit, lane = reduction.unit, self.replicas
         self._crossed = True
-        lane.wait_for(self.scatters)
-        with _range("reduce", unit.name), lane.behind_compute():
-            handle = unit.mesh.replicate.all_reduce(_tensor(reduction.held))
+        if lane.stream is not None and self.scatters.stream is not None:
+            lane.stream.wait_stream(self.scatters.stream)
+        with marked("reduce", unit.name), lane.behind_compute:
+            handle = unit.mesh.replicate.all_reduce(reduction.held.content)
         self._issued(reduction, lane, handle)
 
     def _issued(self, reduction: TensorReduction, lane: Lane, handle: Handle) -> None:
@@ -276,7 +248,7 @@ class TensorExecutor:
         if handle is DONE:
             return
         if self.ordered:
-            with lane.enter():
+            with lane.inside:
                 handle.wait()
         else:
             reduction.pending = handle
@@ -284,23 +256,23 @@ class TensorExecutor:
     def add(self, reduction: TensorReduction, to: Held) -> None:
         lane = self.scatters
         # Whole, it may be compute's own memory.
-        with lane.behind_compute() if reduction.unit.shard_ranks == 1 else lane.enter():
-            to.content.add_(_tensor(reduction.held))
+        with lane.behind_compute if reduction.unit.shard_ranks == 1 else lane.inside:
+            to.content.add_(reduction.held.content)
 
     def add_to_sums(self, reduction: TensorReduction, overwrites: bool) -> None:
         unit, lane, options = reduction.unit, reduction.lane, reduction.unit.options
-        gradients, summed = unit.gradients, _tensor(reduction.held)
+        gradients, summed = unit.gradients, reduction.held.content
         assert gradients is not None and gradients.sums is not None
         rows, sums = summed[: gradients.layout.shard_numel], gradients.sums
         if options.after_reduce is not None:
-            with lane.enter(), lane.aside(options.after_reduce_stream):
+            with lane.inside, lane.aside(options.after_reduce_stream):
                 options.after_reduce(rows)
         if options.divide_after != 1.0:
-            with lane.enter():
+            with lane.inside:
                 rows.div_(options.divide_after)
         if reduction.held.in_sums:
             return
-        with _range("add", unit.name), lane.behind_compute():
+        with marked("add", unit.name), lane.behind_compute:
             if gradients.offload is not None:
                 self._offloads = True
                 summed = summed.to(sums.device) if not overwrites else summed
@@ -331,17 +303,12 @@ class TensorExecutor:
         if self._crossed:
             self.replicas.join(self.replicas.mark())
         if self._offloads:
-            for lane in (self.scatters, self.replicas):
-                lane.block_host()
+            for stream in (self.scatters.stream, self.replicas.stream):
+                if stream is not None:
+                    stream.synchronize()
         self._crossed = self._offloads = False
 
 
-def _tensor(held: Held) -> torch.Tensor:
-    content = held.content
-    assert isinstance(content, torch.Tensor)
-    return content
-
-
-def _range(name: str, unit: str) -> AbstractContextManager[Any]:
+def marked(name: str, unit: str) -> AbstractContextManager[Any]:
     """What the host does inside is `name` for `unit`, if a profile listens."""
     return _NOTHING if marks.on is None else marks.on.range(name, unit)

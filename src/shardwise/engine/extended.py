@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import DONE, Group, Handle, Unpack
+from shardwise.engine.collectives import DONE, Buffer, Group, Handle, Unpack
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.storage import Member, Parameters
 
@@ -40,27 +40,6 @@ def _has_hooks(local: torch.Tensor) -> bool:
     return has[0]
 
 
-class Memory:
-    """The gathered tensors and those made of them: taken and given back together."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._sizes: list[int] = []
-
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = list(tensors)
-        self._sizes = [tensor.untyped_storage().nbytes() for tensor in self.tensors]
-
-    def allocate(self) -> None:
-        for tensor, size in zip(self.tensors, self._sizes, strict=True):
-            if tensor.untyped_storage().nbytes() != size:
-                tensor.untyped_storage().resize_(size)
-
-    def release(self) -> None:
-        for tensor in self.tensors:
-            tensor.untyped_storage().resize_(0)
-
-
 class ExtendedParameters(Parameters):
     """One parameter with its own all-gather: `master` and `visible` are of its class, and `full` is
     what it makes of the tensors that travelled.
@@ -73,7 +52,6 @@ class ExtendedParameters(Parameters):
         # Hooks on this very tensor, bound to it: it stays where it is.
         local = torch_private.local_of(member.original)
         self._bound = local if member.stays and _HOOKS[0] in local.__dict__ else None
-        self._placeholder: nn.Parameter | None = None
         super().__init__([member], mesh)
 
     def _make_master(self, like: torch.Tensor) -> torch.Tensor:
@@ -103,11 +81,10 @@ class ExtendedParameters(Parameters):
         stands in.
         """
         self.compute_dtype = compute_dtype
-        self.buffer = cast(Any, Memory())
+        self.buffer = Buffer()
         rows, device = self.layout.rows[0], self.mesh.device
         nothing = torch.zeros((), dtype=compute_dtype, device=device).expand(rows.shape)
-        self._placeholder = self._make_shown(0, nothing)
-        self.shown = [self._placeholder]
+        self.shown = [self._make_shown(0, nothing)]
         self.made = False
 
     def make(self, whole: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
@@ -115,18 +92,10 @@ class ExtendedParameters(Parameters):
         shape = self.layout.rows[0].shape
         strides = torch.empty(shape, device="meta").stride()
         self.shown = [self._make_shown(0, torch.as_strided(whole, shape, strides, 0))]
-        cast(Memory, self.buffer).hold(inner)
-        self.made = True
-
-    def take_placeholder(self) -> nn.Parameter | None:
-        """After the first gather, once: what stood in for what is shown now."""
-        if not self.made:
-            return None
-        placeholder, self._placeholder = self._placeholder, None
-        return placeholder
+        self.buffer, self.made = Buffer(*inner), True
 
 
-class ExtendedRoute:
+class ExtendedGather:
     """The gather of such a parameter: its tensors' bytes in one call."""
 
     stages = False
@@ -185,10 +154,10 @@ class ExtendedRoute:
 
     def _gathered(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Where what arrives goes: made at the first gather, found again later."""
-        memory = cast(Memory, self.parameters.buffer)
+        buffer = self.parameters.buffer
         if self.parameters.made:
-            memory.allocate()
-            return memory.tensors[: len(inputs)]
+            buffer.allocate()
+            return list(buffer.tensors[: len(inputs)])
         ranks, device = self.group.size, self.parameters.mesh.device
         return [
             torch.empty((ranks * t.shape[0], *t.shape[1:]), dtype=t.dtype, device=device)

@@ -34,6 +34,8 @@ class Gradients:
         mesh = self.mesh = parameters.mesh
         self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
         self._dtype = parameters.dtype
+        # The sums have the reduce's dtype and device.
+        self.sums_as_reduced = reduce_dtype == self._dtype and self.offload is None
         rows = [parameters.layout.rows[i] for i in trainable]
         shapes, dims = [r.shape for r in rows], [r.dim for r in rows]
         self.layout = layout = lay_out(shapes, mesh.shard.size, dims)
@@ -52,7 +54,11 @@ class Gradients:
         # Packed with the gradients, so of their dtype.
         shape, dtype = (layout.ranks, self.counts), self.shown[0].dtype
         self._ones = torch.ones(shape, dtype=dtype, device=mesh.device)
-        self.slot = self._make_slot()
+        # Permanent, where one multi-tensor copy can pack it: on a GPU, with every gradient cut
+        # evenly among several ranks.
+        even = all(r.even and r.part and not r.dim for r in layout.rows)
+        has_slot = mesh.device.type == "cuda" and even and layout.ranks > 1
+        self.slot = Slot(layout, self.counts, reduce_dtype, mesh.device) if has_slot else None
         self.sums: torch.Tensor | None = None
         self.flat: torch.Tensor | None = None
         self.locals: list[torch.Tensor] = []
@@ -90,11 +96,6 @@ class Gradients:
             return
         pairs = zip(self.flat.split(self._parts), self._like, strict=True)
         self.locals = [part[: like.numel()].view(like.shape) for part, like in pairs]
-
-    @property
-    def sums_as_reduced(self) -> bool:
-        """The sums have the reduce's dtype and device."""
-        return self.reduce_dtype == self._dtype and self.offload is None
 
     @property
     def nbytes(self) -> int:
@@ -262,15 +263,6 @@ class Gradients:
         row = [float(i not in missing) for i in range(self.counts)]
         return torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype).to(self.mesh.device)
 
-    def _make_slot(self) -> Slot | None:
-        """A slot with permanent pieces, where one multi-tensor copy can pack it: on a GPU, with
-        every gradient cut evenly among several ranks.
-        """
-        even = all(r.even and r.part and not r.dim for r in self.layout.rows)
-        if self.mesh.device.type == "cuda" and even and self.layout.ranks > 1:
-            return Slot(self.layout, self.counts, self.reduce_dtype, self.mesh.device)
-        return None
-
     def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
         """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""
         ranks, slot = self.layout.ranks, into
@@ -291,9 +283,12 @@ def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
     """A gradient whose rows of dim 0 are what the ranks get."""
     if rows.replicated:
         return grad.expand(rows.ranks)
-    if rows.dim:
-        return grad.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0).flatten(1)
-    return grad
+    return slices_of(grad, rows).flatten(1) if rows.dim else grad
+
+
+def slices_of(whole: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """A tensor that is cut along another dim than 0 as (ranks, *slice)."""
+    return whole.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0)
 
 
 class Slot:
@@ -304,8 +299,9 @@ class Slot:
     def __init__(
         self, layout: Layout, counts: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.buffer = Buffer((layout.shard_numel + counts) * layout.ranks, dtype, device)
-        self.flat = self.buffer.flat
+        numel = (layout.shard_numel + counts) * layout.ranks
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self.buffer = Buffer(self.flat)
         by_rank = self.flat.view(layout.ranks, -1)
         starts = [*layout.offsets, layout.shard_numel]
         sizes = [*(rows.part for rows in layout.rows), counts]

@@ -1,8 +1,11 @@
-"""Hooks: what a module's forward, and the gradients of its inputs and outputs, tell the engine."""
+"""Hooks: what a module's forward, the gradients of its inputs and outputs, and the steps of
+optimizers tell the engine.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.checks import explain
@@ -72,11 +76,13 @@ class Node:
             return
 
         # `module.compile()` compiles the hooks too; these must run outside the compiled code.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.before(module, args, kwargs)
-            return self.after(module, args, compiled(*args, **kwargs))
-
+        call = functools.partial(self.run, compiled)
         torch_private.set_compiled_call(module, call)
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function` as the module's forward."""
+        args, kwargs = self.before(self.module, args, kwargs)
+        return self.after(self.module, args, function(*args, **kwargs))
 
     def unhang(self) -> None:
         """Take them off again."""
@@ -88,8 +94,10 @@ class Node:
     @torch_private.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before forward: bring the units together; cast and watch the inputs."""
-        if self._bring_units() and self.input_device is not None:
-            args, kwargs = move_to((args, kwargs), self.input_device)
+        begins, device = self._bring_units(), self.input_device
+        if begins and device is not None:
+            moved = transform((args, kwargs), lambda t: t if t.device == device else t.to(device))
+            args, kwargs = moved
         if self.input_dtype is not None:
             args, kwargs = cast_to((args, kwargs), self.input_dtype)
         if self.tracks_inputs and torch.is_grad_enabled():
@@ -205,7 +213,9 @@ class Node:
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
         trains = torch.is_grad_enabled() and self.module.training
-        opaque = next(opaque_in(output), None) if trains else None
+        # What could hide a tensor from `tensors_in`.
+        hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, _PLAIN))
+        opaque = next(hidden, None) if trains else None
         if opaque is not None and self.engine.schedule.reduce_order:
             raise RuntimeError(
                 f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
@@ -302,6 +312,32 @@ class Watch:
             self.hold.engine = None
 
 
+class Watcher:
+    """A hook of ours on every optimizer's step; those of others keep a step as torch does it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        # A compiled step is the one on the parameters themselves, without a break for a hook.
+        if torch.compiler.is_compiling():
+            return None
+        if torch_private.compiles_frames():
+            torch_private.uncompiled(self.hook)(*args)
+            return None
+        return self.hook(*args)
+
+
+def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
+    """Call `before` each optimizer's step, also one on local rows, and `after` it with the
+    optimizer as it was; for a profile, which must not change the way that a step goes.
+    """
+    first = torch_optimizer.register_optimizer_step_pre_hook(Watcher(before))
+    # Before all others.
+    torch_private.step_hooks_of_all()[0].move_to_end(first.id, last=False)
+    return [first, torch_optimizer.register_optimizer_step_post_hook(Watcher(after))]
+
+
 _PLAIN = (
     torch.Tensor, str, bytes, int, float, complex, type(None), numpy.ndarray, numpy.generic
 )  # fmt: skip
@@ -327,16 +363,6 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in `value`."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def opaque_in(value: Any) -> Iterator[Any]:
-    """Everything in `value` that could hide a tensor from `tensors_in`."""
-    return (leaf for leaf in leaves(value) if not isinstance(leaf, _PLAIN))
-
-
-def move_to(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor on `device`; the same object if all are."""
-    return transform(value, lambda t: t if t.device == device else t.to(device))
 
 
 def cast_to(value: Any, dtype: torch.dtype) -> Any:

@@ -11,12 +11,10 @@ collects three kinds of marks, all in the host's clock (`time.perf_counter_ns`):
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Protocol
-
-_NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
@@ -210,8 +208,3 @@ class Watched:
 
 
 on: Marks | None = None
-
-
-def range(name: str, unit: str) -> AbstractContextManager[None]:
-    """What the host does inside is `name` for `unit`."""
-    return _NOTHING if on is None else on.range(name, unit)

@@ -1,5 +1,10 @@
 """The groups a unit moves in; from a Plan's mesh, or a caller's, to them, checked before any
-collective runs.
+collective runs. And how one parameter looks on a mesh: to users while it is sharded, to its module
+while it is whole.
+
+A plain parameter is a DTensor to users and a plain tensor to its module. A parameter that is a
+DTensor already (tensor parallel) stays one: the engine cuts its local tensor, users see a DTensor
+on both meshes, the module sees what it had.
 """
 
 from __future__ import annotations
@@ -14,11 +19,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import processor
 from shardwise.engine.collectives import Group, PerWorld, control_of
-from shardwise.engine.torch_private import supported_devices, warn_if_untested
+from shardwise.engine.torch_private import (
+    DTensorSpec,
+    completed,
+    local_of,
+    make_dtensor,
+    make_spec,
+    supported_devices,
+    warn_if_untested,
+)
 from shardwise.planning.plan import Plan
+from shardwise.planning.rows import Rows
 
 AXES = ("replicate", "shard")
 
@@ -58,12 +73,66 @@ class Mesh:
 _scatter_groups: PerWorld[dist.ProcessGroup] = PerWorld()
 
 
+@dataclass(frozen=True)
+class MeshPlacement:
+    """Where the parts of a tensor of a global shape are: all that a DTensor is but its values."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    @classmethod
+    def of_rows(cls, rows: Rows, mesh: Mesh) -> MeshPlacement:
+        """A plain parameter cut like `rows`, or whole where the unit has no shard axis."""
+        cut = mesh.shard.group is not None and not rows.replicated
+        inner: Placement = Shard(rows.dim) if cut else Replicate()
+        placements = (Replicate(), inner) if mesh.device_mesh.ndim == 2 else (inner,)
+        return cls(mesh.device_mesh, placements, torch.Size(rows.shape))
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> MeshPlacement:
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """The same in torch's words, to make DTensors of again and again."""
+        return make_spec(self.mesh, self.placements, self.shape, dtype)
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """A DTensor over `local`; shares its memory."""
+        return make_dtensor(local, self.spec(local.dtype))
+
+
+@dataclass(frozen=True)
+class DTensorParameter:
+    """A parameter that is a DTensor by itself: `whole` to its module, `sharded` to users.
+
+    `summed_axes` are axes of `whole.mesh` over which the engine's own reduce sums: a gradient may
+    stay partial there.
+    """
+
+    whole: MeshPlacement
+    sharded: MeshPlacement
+    summed_axes: frozenset[int] = frozenset()
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a gradient, placed as its parameter is."""
+        gradient = completed(gradient)
+        assert isinstance(gradient, DTensor)
+        wanted = tuple(
+            theirs if axis in self.summed_axes else ours
+            for axis, (ours, theirs) in enumerate(
+                zip(self.whole.placements, gradient.placements, strict=True)
+            )
+        )
+        if wanted != tuple(gradient.placements):
+            gradient = gradient.redistribute(placements=wanted)
+        return local_of(gradient)
+
+
 def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     """The groups that a Plan asks for. Errors come before any collective."""
-    _check(plan, device)
     own = plan.device_mesh
-    if own is not None:
-        _check_own(own, device)
+    _check(plan, device)
     both = shared_mesh(device.type, plan.mesh, AXES) if own is None else own
     only = "replicate" if plan.name == "ddp" else "shard"
     axes = AXES if both.ndim == 2 else (only,)
@@ -90,8 +159,11 @@ def groups_on(
     if device.type == "cpu":
         processor.settle()
     replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
-    small = _mesh_of_neighbours(mesh, keep) if keep else None
-    kept = _group("keep", small, ("outer", "keep")) if small is not None else None
+    if not keep:
+        return Mesh(device, replicate, shard, seen or mesh)
+    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), keep)
+    small = _meshes.get(key, lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, keep)))
+    kept = _group("keep", small, ("outer", "keep"))
     return Mesh(device, replicate, shard, seen or mesh, kept, small)
 
 
@@ -154,28 +226,9 @@ def shared_mesh(
     )
 
 
-def _mesh_of_neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of a mesh in rows of `size` neighbours."""
-    key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), size)
-    return _meshes.get(key, lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size)))
-
-
-def _check_own(mesh: DeviceMesh, device: torch.device) -> None:
-    """Error for a caller's mesh of another device, or with its ranks in another order: the groups
-    beside it (of host values, of all ranks, of those that keep a unit together) follow the world's.
-    """
-    if mesh.device_type != device.type:
-        raise ValueError(f"the model is on {device}, but the Plan's mesh is for {mesh.device_type}")
-    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
-        raise ValueError(
-            f"the Plan's mesh {mesh} has its ranks in another order than the world; use "
-            "init_device_mesh, which counts them up"
-        )
-
-
 def _check(plan: Plan, device: torch.device) -> None:
-    """Error when there is no process group, when the world has another size, or the backend cannot
-    move `device`.
+    """Error when there is no process group, when the world has another size, when the backend
+    cannot move `device`, or for a caller's mesh of another device or order.
     """
     if not dist.is_initialized():
         if plan.world > 1:
@@ -198,6 +251,16 @@ def _check(plan: Plan, device: torch.device) -> None:
         else "initialise with backend='cpu:gloo,cuda:nccl'"
     )
     check_backend(dist.group.WORLD, device, f"the model is on {device}", advice)
+    mesh = plan.device_mesh
+    if mesh is not None and mesh.device_type != device.type:
+        raise ValueError(f"the model is on {device}, but the Plan's mesh is for {mesh.device_type}")
+    # The groups beside it (of host values, of all ranks, of those that keep a unit together) follow
+    # the world's order.
+    if mesh is not None and mesh.mesh.flatten().tolist() != list(range(world)):
+        raise ValueError(
+            f"the Plan's mesh {mesh} has its ranks in another order than the world; use "
+            "init_device_mesh, which counts them up"
+        )
 
 
 def check_backend(
@@ -232,11 +295,8 @@ def _wait_until_idle() -> None:
     until, idle = time.monotonic() + _PATIENCE_S, 0
     while idle < 3 and time.monotonic() < until:
         time.sleep(_NAP_S)
-        idle = 0 if any(_is_busy(task) for task in _threads()) else idle + 1
-
-
-def _threads() -> list[Path]:
-    return list(_TASKS.iterdir()) if _TASKS.is_dir() else []
+        tasks = list(_TASKS.iterdir()) if _TASKS.is_dir() else []
+        idle = 0 if any(map(_is_busy, tasks)) else idle + 1
 
 
 def _is_busy(task: Path) -> bool:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine.collectives import Group
-from shardwise.engine.local_step import ELEMENTWISE
+from shardwise.engine.parameter_runs import ELEMENTWISE
+from shardwise.engine.state import cut_messages
 from shardwise.engine.torch_private import foreach_copy_
-from shardwise.planning.buckets import group_by_bytes
 from shardwise.planning.rows import Rows
 from shardwise.planning.units import MIB
 
@@ -89,13 +89,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self.world == 1:
             return
-        by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
-        for i, parameter in enumerate(self._parameters):
-            by_dtype[parameter.dtype].append(i)
-        for alike in by_dtype.values():
-            sizes = lambda i: self._parameters[i].nbytes  # noqa: E731
-            for message in group_by_bytes(alike, sizes, self.message_bytes):
-                self._gather_message(message)
+        for message in cut_messages(self._parameters, self.message_bytes):
+            self._gather_message(message)
 
     def _gather_message(self, members: list[int]) -> None:
         by_rank = [
@@ -132,7 +127,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, state in (item for share in shares for item in share.items()):
             rows, parameter = slice(*state.pop("rows")), self._parameters[i]
             for key, value in state.items():
-                if _is_rows(value, parameter, rows):
+                is_tensor = isinstance(value, torch.Tensor) and parameter.dim() > 0
+                if is_tensor and value.shape == parameter[rows].shape:
                     if key not in whole[i]:
                         whole[i][key] = torch.zeros_like(parameter, dtype=value.dtype)
                     _rows(whole[i][key], rows).copy_(value)
@@ -179,12 +175,6 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
     return tensor[rows] if tensor.dim() else tensor
-
-
-def _is_rows(value: Any, parameter: torch.Tensor, rows: slice) -> bool:
-    if not isinstance(value, torch.Tensor) or parameter.dim() == 0:
-        return False
-    return value.shape == parameter[rows].shape
 
 
 def _split_rows(parameters: list[torch.Tensor], world: int) -> list[Share]:

@@ -5,7 +5,8 @@ memory for a model on the meta device, deep copies.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,8 +19,7 @@ from shardwise.engine.engine import engine_of, is_sharded
 from shardwise.engine.mesh import default_device
 from shardwise.engine.torch_private import buffers_of, local_of, parameters_of, writes_of
 from shardwise.engine.unit import Unit
-from shardwise.planning.buckets import group_by_bytes
-from shardwise.planning.units import MIB
+from shardwise.planning.units import MIB, group_by_bytes
 
 BROADCAST_BYTES = 64 * MIB
 
@@ -36,7 +36,7 @@ def full_state_dict(
     wanted = not rank0_only or dist.get_rank() == 0
     whole: dict[str, torch.Tensor] = {}
     for unit in engine.units:
-        unit.follow()
+        unit.adopt_changes()
         unit.hide()
         unit.parameters.copy_tied_rows()
         for names, tensor in _gather_masters(unit):
@@ -81,7 +81,7 @@ def broadcast(model: nn.Module) -> None:
         return
     engine = engine_of(model)
     for unit in engine.units:
-        unit.follow()
+        unit.adopt_changes()
         unit.parameters.forget_checksums()
         master, layout = unit.parameters.master, unit.parameters.layout
         unit.mesh.replicate.broadcast(master)
@@ -91,17 +91,22 @@ def broadcast(model: nn.Module) -> None:
 
 
 def _broadcast_from_first(tensors: list[torch.Tensor]) -> None:
-    """Broadcast in messages of one dtype and about BROADCAST_BYTES."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.data)
-    for same in by_dtype.values():
-        for group in group_by_bytes(same, lambda t: t.numel() * t.element_size(), BROADCAST_BYTES):
-            flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            dist.broadcast(flat, src=0)
-            for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+    tensors = [tensor.data for tensor in tensors if tensor.numel()]
+    for message in cut_messages(tensors, BROADCAST_BYTES):
+        group = [tensors[i] for i in message]
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        dist.broadcast(flat, src=0)
+        for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def cut_messages(tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[list[int]]:
+    """Numbers of tensors that travel together: of one dtype, and of about `nbytes` in all."""
+    by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        by_dtype[tensor.dtype].append(i)
+    for alike in by_dtype.values():
+        yield from group_by_bytes(alike, lambda i: tensors[i].nbytes, nbytes)
 
 
 @torch.no_grad()
@@ -157,7 +162,7 @@ Copies = dict[int, nn.Module]  # by the identity of the module that was copied
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, Copies]:
     """A deep copy with this rank's rows of every parameter, sharded by nobody yet, and which module
-    became which. The hooks of `module` have to be off.
+    became which. The hooks of `module` have to be off, and its units free.
     """
     twin = copy.deepcopy(module, memo)
     pairs = zip(module.modules(), twin.modules(), strict=True)
@@ -172,11 +177,8 @@ def repeat_unit(unit: Unit, copies: Copies) -> Unit:
         module, key = places[0]
         original = cast(nn.Parameter, parameters_of(module)[key])
         names = list(member.names)
-        members.append(
-            replace(
-                member, names=names, places=places, original=original, sharded=True, stays=False
-            )
-        )
+        again = replace(member, names=names, places=places, original=original)
+        members.append(replace(again, sharded=True, stays=False))
     modules = [copies[id(module)] for module in unit.modules]
     options = replace(unit.options, gather_ahead=None, gather_ahead_backward=None)
     return Unit(unit.name, modules, members, unit.mesh, options, unit.is_root)

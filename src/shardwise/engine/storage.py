@@ -62,8 +62,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.collectives import Buffer
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.placements import DTensorParameter, MeshPlacement
+from shardwise.engine.mesh import DTensorParameter, Mesh, MeshPlacement
 from shardwise.engine.torch_private import (
     MemoryIdentity,
     count_writes,
@@ -226,8 +225,9 @@ class Parameters:
         if self.aliased:
             self.full = self.master
         else:
-            self.buffer = Buffer(self.layout.full_numel, compute_dtype, self.mesh.device)
-            self.full = self.buffer.flat
+            numel, device = self.layout.full_numel, self.mesh.device
+            self.full = torch.empty(numel, dtype=compute_dtype, device=device)
+            self.buffer = Buffer(self.full)
         # Writing through `.data` leaves the version counter that autograd checks alone.
         self.full_bytes = self.full.data
         self.shown = []

@@ -70,6 +70,11 @@ _GROUPED = (
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
     else "allgather_into_tensor_coalesced"
 )
+_GROUPED_SCATTER = (
+    "reduce_scatter_single_coalesced"
+    if hasattr(dist.ProcessGroup, "reduce_scatter_single_coalesced")
+    else "reduce_scatter_tensor_coalesced"
+)
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
@@ -89,6 +94,22 @@ def all_gather_grouped(
     options = torch._C._distributed_c10d.AllgatherOptions()
     options.asyncOp = True
     return getattr(group, _GROUPED)(outputs, inputs, options)
+
+
+def reduce_scatter_grouped(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
+) -> Any:
+    """Many scatters in one call of the backend. A graph's gradients would travel one call each."""
+    options = torch._C._distributed_c10d.ReduceScatterOptions()
+    options.asyncOp = True
+    return getattr(group, _GROUPED_SCATTER)(outputs, inputs, options)
+
+
+def all_reduce_grouped(tensors: Sequence[torch.Tensor], group: Any) -> Any:
+    """Many sums in one call of the backend. A graph's gradients would travel one call each."""
+    options = torch._C._distributed_c10d.AllreduceCoalescedOptions()
+    options.asyncOp = True
+    return group.allreduce_coalesced(tensors, options)
 
 
 def chunk_cat(tensors: list[torch.Tensor], ranks: int, output: torch.Tensor) -> None:
@@ -475,32 +496,6 @@ def activity_of(event: Any) -> str:
     return copies.get(name[:6], "kernel")
 
 
-def fsdp_param_group_module() -> Any:
-    """Where torch's FSDP2 looks up the `record_function` that names its work."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    return _fsdp_param_group
-
-
-# For the rooms above the engine: what each is for, and what is lost without it.
-
-# The communication hooks of a DistributedDataParallel model. Without it an emulated network would
-# put its hook over a user's.
-comm_hooks_of = attrgetter("_comm_hooks")
-
-# Whether torch's profiler runs; a process has only one. Without it a second start fails somewhere
-# inside torch, with an error that does not say so.
-profiler_runs = torch.autograd._profiler_enabled
-
-# The history of CUDA's allocator, block by block. Without it memory has no curve on a GPU, only a
-# peak.
-record_allocations = torch.cuda.memory._record_memory_history
-allocator_snapshot = torch.cuda.memory._snapshot
-
-# Keeps a GPU busy for so many cycles. Without it a short kernel's time is that of its launch.
-spin = torch.cuda._sleep
-
-
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """All axes of a mesh as one, with a group of its own. Without it `fully_shard` takes no
     `dp_mesh_dims` of several axes.
@@ -529,12 +524,3 @@ def load_older_home() -> None:
     imports it from there would keep shardwise's after torch's is put back.
     """
     import torch.distributed._composable.fsdp  # noqa: F401
-
-
-def fake_store() -> Any:
-    """A store for the "fake" backend, whose groups send nothing; the import registers the backend.
-    Without it a process cannot be one rank of an emulated cluster.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()

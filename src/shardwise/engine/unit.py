@@ -5,7 +5,7 @@ brings them together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,28 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import (
-    DONE,
-    All,
-    Buffer,
-    Group,
-    Handle,
-    Unpack,
-    allocate,
-    nothing_to_unpack,
-)
+from shardwise.engine.collectives import DONE, All, Buffer, Group, Handle, Unpack, allocate
 from shardwise.engine.executor import TensorExecutor
-from shardwise.engine.extended import ExtendedParameters, ExtendedRoute, is_extended
-from shardwise.engine.gradients import Gradients
-from shardwise.engine.mesh import Mesh
-from shardwise.engine.placements import MeshPlacement
-from shardwise.engine.storage import (
-    Member,
-    Parameters,
-    fingerprint,
-)
+from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
+from shardwise.engine.gradients import Gradients, slices_of
+from shardwise.engine.mesh import Mesh, MeshPlacement
+from shardwise.engine.storage import Member, Parameters, fingerprint
 from shardwise.engine.torch_private import parameters_of
-from shardwise.planning.rows import Layout, Rows
+from shardwise.planning.rows import Layout
 from shardwise.planning.strategies import choose_gather
 from shardwise.schedule.unit import ScheduledUnit, State
 
@@ -42,23 +28,7 @@ if TYPE_CHECKING:
     from shardwise.engine.attach import Options
 
 
-class Way(Protocol):
-    """Anything that gathers."""
-
-    stages: bool  # what arrives has to be copied out: `full` is not written before `unpack`
-
-    @property
-    def is_current(self) -> bool:
-        """This rank's piece of `full` is what the source holds now."""
-
-    def take_back(self) -> None:
-        """Copy this rank's piece of `full` to the source, where it is another."""
-
-    def start(self) -> tuple[Handle, Unpack]:
-        """Issue the gather; `unpack` is to run when it has ended."""
-
-
-class Route:
+class UnitGather:
     """From `source`, this rank's piece of every parameter, to `full` by gathers over `group`."""
 
     def __init__(
@@ -92,14 +62,13 @@ class Route:
         cut_inside = [not whole and layout.rows[i].dim > 0 for i in moved]
         self.scattered = any(cut_inside) and group.size > 1
         if self.scattered:
-            self.parts = [
-                _slices(flat, layout.rows[i]) if inside else part
-                for i, flat, part, inside in zip(
-                    moved, self.flats, self.parts, cut_inside, strict=True
-                )
-            ]
+            for at, (i, flat) in enumerate(zip(moved, self.flats, strict=True)):
+                if cut_inside[at]:
+                    rows = layout.rows[i]
+                    self.parts[at] = slices_of(flat.view(rows.shape), rows)
         self.copies = source.dtype != full.dtype or source.device != full.device
         self.mode = self._choose(mode)
+        # What arrives has to be copied out: `full` is not written before `unpack`.
         self.stages = self.mode == "packed" and group.size > 1
 
     def _choose(self, asked: str) -> str:
@@ -107,11 +76,13 @@ class Route:
             return "packed"
         device = self.full.device
         mode = choose_gather(asked, len(self.parts), self.full.nbytes, device.type != "cpu")
-        return "packed" if mode == "grouped" and not self.group.gathers_grouped(device) else mode
+        return "packed" if mode == "grouped" and not self.group.groups_calls(device) else mode
 
     @property
     def is_current(self) -> bool:
-        """For dims other than 0 nobody looks."""
+        """This rank's piece of `full` is what the source holds now. For dims other than 0 nobody
+        looks.
+        """
         pairs = zip(self.own, self.pieces, strict=True)
         return not self.scattered and all(torch.equal(own, piece.to(own)) for own, piece in pairs)
 
@@ -126,7 +97,7 @@ class Route:
         """Issue the gather; `unpack` is to run when it has ended."""
         if self.group.size == 1:
             self.full.copy_(self.source)
-            return DONE, nothing_to_unpack
+            return DONE, None
         if self.mode == "packed":
             return self._start_packed()
         inputs = self.pieces
@@ -137,12 +108,12 @@ class Route:
             else:
                 torch_private.foreach_copy_(inputs, self.pieces, non_blocking=True)
         if self.mode == "grouped":
-            return self.group.all_gather_grouped(self.flats, inputs), nothing_to_unpack
+            return self.group.all_gather_grouped(self.flats, inputs), None
         handles = [
             self.group.all_gather(flat, piece)
             for flat, piece in zip(self.flats, inputs, strict=True)
         ]
-        return (handles[0] if len(handles) == 1 else All(handles)), nothing_to_unpack
+        return (handles[0] if len(handles) == 1 else All(handles)), None
 
     def _start_packed(self) -> tuple[Handle, Unpack]:
         ranks, numel = self.group.size, self.source.numel()
@@ -165,21 +136,17 @@ class Route:
         return self.group.all_gather(flat, own, self.custom), unpack
 
 
-def _slices(flat: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """A whole parameter as (ranks, *slice), for one that is cut along another dim than 0."""
-    return flat.view(rows.shape).unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0)
-
-
-class Kept(Buffer):
-    """The piece, and the `route` from the group's pieces back to the full parameters."""
+class KeptPiece(Buffer):
+    """The piece, and the `gather` from the group's pieces back to the full parameters."""
 
     def __init__(
         self, parameters: Parameters, group: Group, mesh: DeviceMesh | None, mode: str
     ) -> None:
         """Needs full parameters with memory. With `mesh` users see the pieces meanwhile."""
         layout, full = parameters.layout, parameters.full_bytes
-        super().__init__(layout.full_numel // group.size, full.dtype, full.device)
-        self.route = Route(group, layout, self.flat, full, mode, whole=True)
+        piece = full.new_empty(layout.full_numel // group.size)
+        super().__init__(piece)
+        self.gather = UnitGather(group, layout, piece, full, mode, whole=True)
         # What hangs in the modules meanwhile: the module's own dict, the key in it, the parameter.
         self.places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         if mesh is not None:
@@ -191,7 +158,7 @@ class Kept(Buffer):
         DTensor has.
         """
         moved = [i for i, rows in enumerate(parameters.layout.rows) if rows.part > 0]
-        for i, piece in zip(moved, self.route.pieces, strict=True):
+        for i, piece in zip(moved, self.gather.pieces, strict=True):
             rows, member = parameters.layout.rows[i], parameters.members[i]
             if not rows.even or rows.dim or member.dtensor is not None:
                 continue
@@ -204,7 +171,7 @@ class Kept(Buffer):
     def fill(self) -> None:
         """Take this rank's piece from the full parameters."""
         self.allocate()
-        torch_private.foreach_copy_(self.route.pieces, self.route.own)
+        torch_private.foreach_copy_(self.gather.pieces, self.gather.own)
 
 
 class Unit(ScheduledUnit):
@@ -241,7 +208,7 @@ class Unit(ScheduledUnit):
         self.gradients: Gradients | None = None
         self.gathered_version = -1  # of the masters, when they were last gathered
         self.attached_version = -1  # and when gradients were last hung on
-        self.arriving: tuple[Handle, Unpack] = DONE, nothing_to_unpack  # the gather under way
+        self.arriving: tuple[Handle, Unpack] = DONE, None  # the gather under way
         self._noted: torch.Tensor | None = None
         self.trainable: tuple[bool, ...] = ()
 
@@ -258,21 +225,21 @@ class Unit(ScheduledUnit):
                 parameters_of(module)[key] = visible
 
     def prepare(self, executor: TensorExecutor) -> None:
-        """Make all that only a running unit needs: full parameters, routes, gradients."""
+        """Make all that only a running unit needs: full parameters, gathers, gradients."""
         p, options = self.parameters, self.options
         p.prepare(options.dtypes(p.dtype)[0])
         self.executor = executor
         self.arrived = executor.make_event()  # a gather's end, recorded anew each time
         self.packed = executor.make_event()
-        self._home: Way | None = None
-        self.kept_buffer: Kept | None = None
+        self._from_shards: UnitGather | ExtendedGather | None = None
+        self.kept_piece: KeptPiece | None = None
         if not p.aliased:
-            self._home = self._make_way()
-            if self.mesh.keep is not None and isinstance(self._home, Route):
+            self._from_shards = self._make_gather()
+            if self.mesh.keep is not None and isinstance(self._from_shards, UnitGather):
                 mesh = self.mesh.keep_mesh if options.stays_shown else None
-                self.kept_buffer = Kept(p, self.mesh.keep, mesh, options.gather)
+                self.kept_piece = KeptPiece(p, self.mesh.keep, mesh, options.gather)
             p.buffer.release()  # every view is made; the bytes come with the first gather
-        self.keeps_piece = self.kept_buffer is not None
+        self.keeps_piece = self.kept_piece is not None
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
         self.places = [
             (parameters_of(module), key, shown, visible)
@@ -286,30 +253,24 @@ class Unit(ScheduledUnit):
         self.gathered_version = -1
         self.trainable = ()
         self.prepared = True
-        self.follow_requires_grad()
+        self.adopt_requires_grad()
 
-    def _make_way(self) -> Way:
+    def _make_gather(self) -> UnitGather | ExtendedGather:
         """How a gather fills the full parameters."""
         p, options = self.parameters, self.options
         if isinstance(p, ExtendedParameters):
-            return ExtendedRoute(p)
+            return ExtendedGather(p)
         with p.buffer.present():
-            return Route(
-                self.mesh.shard,
-                p.layout,
-                p.master,
-                p.full_bytes,
-                options.gather,
-                options.custom_gather,
-            )
+            group, mode, custom = self.mesh.shard, options.gather, options.custom_gather
+            return UnitGather(group, p.layout, p.master, p.full_bytes, mode, custom)
 
-    def reroute(self) -> None:
+    def remake_gather(self) -> None:
         """Gather by the options as they are now."""
-        if self.prepared and self._home is not None:
+        if self.prepared and self._from_shards is not None:
             self.free()
-            self._home = self._make_way()
+            self._from_shards = self._make_gather()
 
-    def follow(self) -> bool:
+    def adopt_changes(self) -> bool:
         """Take over parameters that were cast, moved or replaced since; true if they were, and the
         unit has to be prepared again.
         """
@@ -338,7 +299,7 @@ class Unit(ScheduledUnit):
                 return False
         return True
 
-    def follow_requires_grad(self) -> bool:
+    def adopt_requires_grad(self) -> bool:
         """Take over which visible parameters are trainable now; true if that changed."""
         p = self.parameters
         trainable = tuple([visible.requires_grad for visible in p.visible])
@@ -363,36 +324,37 @@ class Unit(ScheduledUnit):
         """This rank's own rows, as they were gathered, are those of the masters now."""
         self.wait()
         self.parameters.copy_tied_rows()
-        return self._home is not None and self._home.is_current
+        return self._from_shards is not None and self._from_shards.is_current
 
     def keep_evaluated(self) -> None:
         """After an evaluation: stay gathered, and shown unless the optimizer's step is still to
         come, before which a program asks the parameters for their gradients. Remember the masters:
         what it writes to them until the next pass is told so from what it writes to the shown ones.
         """
-        p, gradients = self.parameters, self.gradients
+        gradients = self.gradients
         stepped = self.attached_version != self.version
         if gradients is not None and not stepped and not gradients.cleared:
             self.hide()
-        elif self.is_shown and self._home is not None and not isinstance(p, ExtendedParameters):
-            self._noted = fingerprint(p.master)
+        elif self.is_shown and isinstance(self._from_shards, UnitGather):
+            self._noted = fingerprint(self.parameters.master)
 
     def take_writes(self) -> None:
         """Carry what was written to the shown parameters since an evaluation to the masters."""
         noted, self._noted = self._noted, None
-        if noted is None or self._home is None:
+        if noted is None or self._from_shards is None:
             return
         self.wait()
         self.parameters.restore_shown()
         if not self.is_current and torch.equal(noted, fingerprint(self.parameters.master)):
-            self._home.take_back()
+            self._from_shards.take_back()
 
     @property
-    def way(self) -> Way:
+    def next_gather(self) -> UnitGather | ExtendedGather:
         """How the next gather goes: from the shards, or from pieces that a smaller group keeps."""
-        way = self.kept_buffer.route if self.piece and self.kept_buffer is not None else self._home
-        assert way is not None
-        return way
+        if self.piece and self.kept_piece is not None:
+            return self.kept_piece.gather
+        assert self._from_shards is not None
+        return self._from_shards
 
     def gather(self) -> None:
         if self.parameters.tied:
@@ -401,20 +363,18 @@ class Unit(ScheduledUnit):
 
     def shrink(self) -> None:
         super().shrink()
-        if self.piece and self.kept_buffer is not None:
-            for places, key, parameter in self.kept_buffer.places:
+        if self.piece and self.kept_piece is not None:
+            for places, key, parameter in self.kept_piece.places:
                 places[key] = parameter
-            self.is_shown = bool(self.kept_buffer.places)
+            self.is_shown = bool(self.kept_piece.places)
 
-    def take_over(self, placeholder: nn.Parameter | None) -> None:
+    def take_over(self, shown: nn.Parameter) -> None:
         """What stood in for an extended parameter's whole, which its first gather made, gives it
         its hooks and its places.
         """
-        if placeholder is None:
-            return
-        shown = self.parameters.shown[0]
-        shown.__dict__.update(placeholder.__dict__)
-        for hook in (torch_private.accumulated_hooks(placeholder) or {}).values():
+        stood_in = self.places[0][2]
+        shown.__dict__.update(stood_in.__dict__)
+        for hook in (torch_private.accumulated_hooks(stood_in) or {}).values():
             shown.register_post_accumulate_grad_hook(hook)
         self.places = [(places, key, shown, visible) for places, key, _, visible in self.places]
         if self.gradients is not None:

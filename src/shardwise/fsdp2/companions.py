@@ -37,9 +37,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         node = node_of(self)
         assert node is not None
-        args, kwargs = node.before(self, args, kwargs)
-        run = method if function is None else MethodType(function, self)
-        return node.after(self, args, run(*args, **kwargs))
+        return node.run(method if function is None else MethodType(function, self), *args, **kwargs)
 
     setattr(module, method_name, MethodType(call, module))
 

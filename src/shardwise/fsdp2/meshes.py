@@ -13,19 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import (
-    PerWorld,
-)
+from shardwise.engine.collectives import PerWorld
 from shardwise.engine.mesh import (
     AXES,
+    DTensorParameter,
     Mesh,
+    MeshPlacement,
     check_backend,
     default_device,
     groups_on,
     shared_mesh,
     start_alone,
 )
-from shardwise.engine.placements import DTensorParameter, MeshPlacement
 from shardwise.engine.torch_private import DataParallelMeshDims
 
 

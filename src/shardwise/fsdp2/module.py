@@ -12,15 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from shardwise.engine.attach import (
-    divide,
-)
-from shardwise.engine.checks import (
-    explain,
-)
-from shardwise.engine.unit import (
-    Unit,
-)
+from shardwise.engine.attach import divide
+from shardwise.engine.checks import explain
+from shardwise.engine.unit import Unit
 from shardwise.fsdp2 import memory
 from shardwise.fsdp2.sharding import Sharding, copy_sharded, sharding_of, shardings_in
 
@@ -78,8 +72,7 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Free this module's full parameters, not those of modules in it."""
         for unit in _units(self):
-            if unit.prepared:
-                unit.free()
+            unit.free()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's full parameters, not those of modules in it."""
@@ -167,7 +160,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` instead of the number of ranks."""
         for unit in _units(self):
-            divide(unit.options, unit.options.dtypes(unit.parameters.dtype)[1], factor)
+            divide(unit, factor)
 
     def set_all_reduce_hook(
         self,
@@ -221,7 +214,7 @@ class FSDPModule(TorchFSDPModule):
         """Gather this module by `comm` (torch's AllGather: `allocate`, and a call)."""
         for unit in _one_group(self, "set_custom_all_gather"):
             unit.options.custom_gather = comm
-            unit.reroute()
+            unit.remake_gather()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter this module by `comm` (torch's ReduceScatter)."""
@@ -232,13 +225,13 @@ class FSDPModule(TorchFSDPModule):
         """Take the buffers of collectives from the process group's allocator, if it has one."""
         for unit in _units(self):
             memory.allocate_from_group(unit, enable)
-            unit.reroute()
+            unit.remake_gather()
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Take the gathers' buffers from symmetric memory (NCCL only)."""
         for unit in _units(self):
             memory.allocate_symmetric(unit, backend)
-            unit.reroute()
+            unit.remake_gather()
 
     def _get_fsdp_state(self) -> Sharding:
         sharding = sharding_of(cast(nn.Module, self))
@@ -251,7 +244,7 @@ class FSDPModule(TorchFSDPModule):
         self.reshard()
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in _units(self):
-            unit.follow()
+            unit.adopt_changes()
         return result
 
 

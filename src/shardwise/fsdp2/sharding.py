@@ -19,23 +19,14 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwise.engine import (
-    checks,
-    torch_private,
-)
+from shardwise.engine import checks, torch_private
 from shardwise.engine.api import bind, unbind
-from shardwise.engine.attach import owners_of
-from shardwise.engine.engine import Engine
-from shardwise.engine.executor import (
-    TensorExecutor,
-)
+from shardwise.engine.engine import Engine, Structure
+from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedParameters, is_extended
 from shardwise.engine.hooks import Node
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.state import (
-    copy_module,
-    repeat_unit,
-)
+from shardwise.engine.state import copy_module, repeat_unit
 from shardwise.engine.storage import Member
 from shardwise.engine.unit import Unit
 from shardwise.schedule.policy import Policy
@@ -63,7 +54,7 @@ class Sharding(torch_private.FSDPState):
     ) -> None:
         super().__init__()
         self.modules, self.units, self.mesh, self.precision = modules, units, mesh, precision
-        self.structures = [checks.Structure(module) for module in modules]
+        self.structures = [Structure(module) for module in modules]
         self.auto_keep = auto_keep  # nobody said what is kept after forward: the root is
         self.homes: list[Any] = []  # where this call's parameters went (ties.Home)
         self.executor: TensorExecutor | None = None
@@ -80,7 +71,7 @@ class Sharding(torch_private.FSDPState):
         """Make the units ready to be gathered outside a forward."""
         self._set_extended_apart()
         for unit in self.units:
-            unit.follow()
+            unit.adopt_changes()
             if not unit.prepared:
                 checks.check_memory([unit])
                 unit.prepare(self.get_executor())
@@ -118,12 +109,13 @@ class Sharding(torch_private.FSDPState):
         if self.engine is not None:
             self.engine.share(executor)
         for unit in self.units:
-            if unit.prepared:
-                unit.executor = executor
+            unit.executor = executor
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
         """Inside, the modules are as they were before the call, but for their parameters."""
+        for unit in self.units:
+            unit.free()
         for node in self.nodes:
             node.unhang()
         for handle in self._handles:
@@ -155,7 +147,9 @@ class Sharding(torch_private.FSDPState):
             module.__dict__.setdefault(torch_private.REGISTRY_KEY, {})[NAME] = item
             torch_private.insert_module_state(module, self)
         self._handles = []
-        for module in owners_of(self.units):
+        members = [member for unit in self.units for member in unit.parameters.members]
+        owners = {id(module): module for member in members for module, _ in member.places}
+        for module in owners.values():
             self._handles.append(module.register_state_dict_pre_hook(self._before_saving))
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_loading))
 
@@ -225,7 +219,7 @@ class Sharding(torch_private.FSDPState):
         _name_units(root, shardings)
         for unit in units:
             unit.is_root = unit in self.units
-            unit.follow()
+            unit.adopt_changes()
         executor = next((s.executor for s in shardings if s.executor is not None), None)
         policy = Policy(reduce_depth=max(sharding.reduce_depth for sharding in shardings))
         mesh = units[0].mesh if units else self.mesh
@@ -286,10 +280,6 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     The copy starts as a model that has not run: its first forward forms an engine of its own.
     """
     shardings = shardings_in(module)
-    units = [unit for sharding in shardings for unit in sharding.units]
-    for unit in units:
-        if unit.prepared:
-            unit.free()
     with ExitStack() as stack:
         for sharding in shardings:
             stack.enter_context(sharding.taken_off())

@@ -12,16 +12,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.engine.api import check_unplanned
-from shardwise.engine.attach import (
-    Options,
-    divide,
-)
+from shardwise.engine.attach import Options, divide
 from shardwise.engine.extended import is_extended
 from shardwise.engine.storage import Member, Offload
 from shardwise.engine.torch_private import DataParallelMeshDims, parameters_of
-from shardwise.engine.unit import (
-    Unit,
-)
+from shardwise.engine.unit import Unit
 from shardwise.fsdp2 import meshes, ties
 from shardwise.fsdp2.meshes import Axes
 from shardwise.fsdp2.module import FSDPModule, become_sharded
@@ -96,7 +91,7 @@ def fully_shard(
         options = _make_options(mp_policy, offload_policy, keep)
         own_groups = meshes.make_groups(own_axes, keep)
         unit = Unit(type(modules[0]).__name__, modules, members, own_groups, options)
-        divide(options, options.dtypes(unit.parameters.dtype)[1], own_groups.ranks)
+        divide(unit, own_groups.ranks)
         units.append(unit)
     sharding = Sharding(modules, units, groups, mp_policy, reshard_after_forward is None)
     sharding.homes = [ties.Home(sharding, m) for unit in units for m in unit.parameters.members]

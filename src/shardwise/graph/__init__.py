@@ -1,1 +1,1 @@
-"""The Plan under torch.compile: a third executor of the schedule, whose verbs are nodes."""
+"""The Plan under torch.compile: a third executor of the schedule; its verbs are a graph's nodes."""

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from shardwise.graph import torch_private
 from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering, replace_graph
 from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
+from shardwise.graph.runtime import groups, send_by_groups
 from shardwise.graph.trace import Inputs, Whole, call_marked
 from shardwise.planning.plan import Plan
 
 BACKENDS = ("inductor", "graph")
-DEFAULT_PASSES = ("bucket", "prefetch")
 
 
 def compile(
@@ -52,8 +51,9 @@ def compile(
 
     fullgraph: False compiles the modules of the Plan's units one by one under the engine's hooks,
         for models that torch.compile breaks into several graphs.
-    passes: what is done to the graphs (docs/graph.md): options, or the names of the passes to run
-        with their defaults; an empty list leaves one collective for each parameter.
+    passes: None: messages and their places are those of the Plan's units. Else each parameter is a
+        message, and passes (docs/graph.md) join and move them: options for all of them, or the
+        names of those to run with their defaults.
     backend: inductor, torch's compiler; graph runs the nodes as they are.
     options: of torch.compile (dynamic, mode is not among them).
     """
@@ -65,8 +65,6 @@ def compile(
                 model.get_submodule(name).compile(**options)
         return shard(model, plan)
     shard(model, plan)
-    if passes is None:
-        passes = DEFAULT_PASSES
     CompiledModel(model, engine_of(model), backend == "inductor", passes, options).hang()
     return model
 
@@ -123,7 +121,7 @@ class CompiledModel:
         model: nn.Module,
         engine: Engine,
         inductor: bool,
-        passes: PassOptions | Sequence[str],
+        passes: PassOptions | Sequence[str] | None,
         options: dict[str, Any],
     ) -> None:
         assert engine.plan is not None
@@ -272,6 +270,10 @@ class CompiledModel:
         if len(self._parts) != len(units) or not all(parts.current for parts in self._parts):
             self._parts = [_Parts(unit) for unit in units]
             self._facts = [fact for unit in units for fact in facts_of(unit)]
+            for unit in units:
+                for group in (unit.mesh.shard, unit.mesh.replicate):
+                    if group.group is not None:
+                        groups[group.group.group_name] = group
         for parts in self._parts:
             parts.follow_requires_grad()
 
@@ -300,7 +302,7 @@ class CompiledModel:
     def _lowering(self) -> Lowering:
         trains = torch.is_grad_enabled()
         scatters, all_reduces = self.engine.schedule.sync_now if trains else (True, True)
-        return Lowering(self._facts, self.plan, scatters, all_reduces)
+        return Lowering(self._facts, self.plan, scatters, all_reduces, self.passes is None)
 
     def _compile(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         lowering = self._lowering()
@@ -321,20 +323,17 @@ class CompiledModel:
         def finish(module: GraphModule, is_backward: bool) -> GraphModule:
             if not is_backward:
                 self._agree(None)
-            return module
+            return replace_graph(module, send_by_groups(module.graph))
 
         return torch_private.compile_graphs(
             module, inputs, partition=partition, whole=whole, finish=finish, inductor=self.inductor
         )
 
     def _improve(self, forward: Graph, backward: Graph) -> tuple[Graph, Graph]:
-        names = PASSES if isinstance(self.passes, PassOptions) else self.passes
-        given = self.passes if isinstance(self.passes, PassOptions) else PassOptions()
-        mesh = self.engine.mesh
-        if mesh.shard.group is None or not names:
+        if not self.passes:
             return forward, backward
-        grouped = mesh.shard.gathers_grouped(mesh.device)
-        options = replace(given, coalesced=given.coalesced and grouped)
+        options = self.passes if isinstance(self.passes, PassOptions) else PassOptions()
+        names = PASSES if isinstance(self.passes, PassOptions) else self.passes
         forward, backward, self.summaries = run_passes(forward, backward, options, passes=names)
         return forward, backward
 

@@ -229,7 +229,7 @@ class _Pass:
                     for base in launch.writes
                 ]
                 fact = self._fact(launch)
-                seconds = builder.costs.kernel(fact) * builder.costs.compute_scale
+                seconds = builder.costs.kernel(fact)
                 unit = _module_of(launch.node)
                 builder.add(Op(fact.op, unit, self.phase, "compute", COMPUTE, seconds))
             for base in leaves.get(at, ()):

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from shardwise.graph.nodes import ALL_GATHER, ALL_REDUCES, REDUCE_SCATTER, WAIT
+from shardwise.graph.nodes import (
+    ALL_GATHER,
+    ALL_GATHERS,
+    ALL_REDUCES,
+    REDUCE_SCATTER,
+    REDUCE_SCATTERS,
+    WAIT,
+)
 from shardwise.planning.rows import Rows
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.schedule.policy import UnitPolicy
@@ -61,6 +68,7 @@ class GraphUnit(ScheduledUnit):
         self.state = State.READY if self.aliased else State.FREE
         self.needed: dict[int, tuple[Any, ...]] = {}  # of this graph: the markers' arguments
         self.arriving: dict[int, Node] = {}
+        self.under_way: dict[Node, None] = {}  # of those, what has to be waited for
         self.whole: dict[int, Node] = {}
         self.gradients: dict[int, Node] = {}  # that have come in this backward
         self.results: dict[int, Node] = {}  # what has become of them
@@ -82,8 +90,12 @@ class GraphExecutor:
 
     ordered = False
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool) -> None:
+        """`together`: a unit's parameters travel as one message; else each is one, for passes to
+        join.
+        """
         self.graph = Graph()
+        self.together = together
         self._summing: list[tuple[GraphUnit, dict[int, Node]]] = []  # over replicas, not waited for
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -102,6 +114,7 @@ class GraphExecutor:
     # A unit
 
     def gather(self, unit: GraphUnit) -> None:
+        sent: dict[int, Node] = {}
         for number, (part, whole, *_) in unit.needed.items():
             p = unit.parameters[number]
             if whole is not None:
@@ -109,16 +122,33 @@ class GraphExecutor:
             elif p.rows.ranks == 1 or not p.rows.part:
                 unit.arriving[number] = self._cast(part, p.compute)
             else:
-                unit.arriving[number] = self.call(
-                    ALL_GATHER, self._cast(part, p.compute), p.rows.ranks, p.shard_group
-                )
+                sent[number] = self._cast(part, p.compute)
+        unit.arriving |= self._send(unit, sent, ALL_GATHER, ALL_GATHERS)
+
+    def _send(
+        self, unit: GraphUnit, inputs: dict[int, Node], one: Any, several: Any, *more: Any
+    ) -> dict[int, Node]:
+        """Messages over the shard group, not waited for."""
+        by_group: dict[tuple[int, str], list[int]] = {}
+        for number in inputs:
+            p = unit.parameters[number]
+            by_group.setdefault((p.rows.ranks, p.shard_group), []).append(number)
+        found: dict[int, Node] = {}
+        for group, numbers in by_group.items():
+            if self.together and len(numbers) > 1:
+                sent = self.call(several, [inputs[n] for n in numbers], *more, *group)
+                found |= {n: self.call(operator.getitem, sent, i) for i, n in enumerate(numbers)}
+            else:
+                found |= {n: self.call(one, inputs[n], *more, *group) for n in numbers}
+        unit.under_way |= dict.fromkeys(found.values())
+        return found
 
     def wait(self, unit: GraphUnit) -> None:
         for number, node in unit.arriving.items():
-            if node.target is ALL_GATHER:
+            if node in unit.under_way:
                 node = self.call(WAIT, node)
             unit.whole[number] = self._shaped(node, unit.parameters[number].rows)
-        unit.arriving = {}
+        unit.arriving, unit.under_way = {}, {}
 
     def _shaped(self, flat: Node, rows: Rows) -> Node:
         """The parameter itself, from the padded rows of all ranks."""
@@ -162,16 +192,18 @@ class GraphExecutor:
 
     def scatter(self, reduction: GraphReduction, into_sums: bool) -> None:
         parameters, found = reduction.unit.parameters, reduction.held.content
+        sent: dict[int, Node] = {}
         for number, node in found.items():
             p = parameters[number]
             if p.divide_before != 1.0:
                 node = self.call(aten.div.Tensor, node, p.divide_before)
             found[number] = node = self._rank_after_rank(node, p.rows)
             if p.rows.ranks > 1 and p.rows.part:
-                reduction.scattering[number] = self.call(
-                    REDUCE_SCATTER, node, "sum", p.rows.ranks, p.shard_group
-                )
-                reduction.pending = True
+                sent[number] = node
+        unit = reduction.unit
+        reduction.scattering = self._send(unit, sent, REDUCE_SCATTER, REDUCE_SCATTERS, "sum")
+        reduction.pending = True if reduction.scattering else None
+        unit.under_way = {}
         reduction.held = Held(found)
 
     def _rank_after_rank(self, node: Node, rows: Rows) -> Node:

@@ -28,9 +28,16 @@ class Lowering:
     """One model's graphs of one kind of micro-batch: forward, then backward."""
 
     def __init__(
-        self, parameters: Sequence[GraphParameter], plan: Plan, scatters: bool, all_reduces: bool
+        self,
+        parameters: Sequence[GraphParameter],
+        plan: Plan,
+        scatters: bool = True,
+        all_reduces: bool = True,
+        together: bool = False,
     ) -> None:
-        """`scatters`, `all_reduces`: what this micro-batch does with its gradients."""
+        """`scatters`, `all_reduces`: what this micro-batch does with its gradients. `together`: the
+        Plan's units are the messages.
+        """
         self.plan, self.parameters = plan, parameters
         self.scatters, self.all_reduces = scatters, all_reduces
         by_unit: dict[str, dict[int, GraphParameter]] = {}
@@ -42,7 +49,7 @@ class Lowering:
             for name, members in by_unit.items()
         ]
         self.unit_of = {number: unit for unit in units for number in unit.parameters}
-        self.executor = GraphExecutor()
+        self.executor = GraphExecutor(together)
         self.schedule: Schedule[GraphUnit] = Schedule(units, plan.policy, self.executor)
         for unit in units:
             unit.executor = self.executor
@@ -235,5 +242,8 @@ class _Walk:
 
 
 def replace_graph(module: GraphModule, graph: Graph) -> GraphModule:
-    """The same module with another graph."""
+    """The same module with another graph, without what passes note of other nodes in it."""
+    for node in graph.nodes:
+        node.meta.pop("after", None)
+        node.meta.pop("parts", None)
     return GraphModule(module, graph, module.__class__.__name__)

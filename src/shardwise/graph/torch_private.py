@@ -5,8 +5,7 @@ No other file of this room touches one (`tests/unit/test_torch_private.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,24 +139,3 @@ def place_of(error: BaseException) -> str:
     """The line of the user's program that an error of tracing is about; empty if it says none."""
     stack = list(getattr(error, "real_stack", None) or ())
     return f"{stack[-1].filename}:{stack[-1].lineno}, `{stack[-1].line}`" if stack else ""
-
-
-def group_named(name: str) -> Any:
-    """The process group of a traced collective, which names it."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return resolve(name)
-
-
-@contextmanager
-def override_collectives(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Other kernels for the collectives of graphs. They are called from compiled code, below
-    everything in `torch.distributed` that Python could replace.
-    """
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    try:
-        for name, kernel in kernels.items():
-            for key in ("CPU", "CUDA"):
-                library.impl(name, kernel, key)
-        yield
-    finally:
-        library._destroy()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.children import ChildFailed, describe_end, spawn_ranks
+from shardwise.children import ChildFailed, describe_end
 from shardwise.emulation.run import join_fake_group
 from shardwise.profiling.timing import Sample, Step, time_on_host
+from shardwise.trainer.launch import start_ranks
 
 # Imported once, in the server that the processes are forked from; it touches no device.
-_PRELOAD = ["shardwise.lab.exercises.compiling", "shardwise.lab.exercises.overlap.steps"]
+_PRELOAD = ["shardwise.lab.exercises.compiling", "shardwise.lab.exercises.overlap"]
 
 
 def ask_ranks(
@@ -37,32 +37,29 @@ def ask_ranks(
     The backend "fake" sends nothing and needs fewer `processes`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        shared = (function, arguments, world, backend, Path(folder))
-        spawn_ranks(_answer_as_rank, shared, processes or world)
-        return json.loads((Path(folder) / "answer.json").read_text())
+        file = Path(folder) / "answer.json"
+        shared = (function, arguments, world, backend, file)
+        start_ranks(_answer_as_rank, shared, processes or world)
+        return json.loads(file.read_text())
 
 
 def _answer_as_rank(
-    rank: int,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     world: int,
     backend: str,
-    folder: Path,
+    file: Path,
 ) -> None:
-    # torch's profiler, which counts allocations, otherwise announces itself on every start.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.set_num_threads(1)
     # The fake backend leaves garbage in what it gathers; denormal numbers there would cost time.
     torch.set_flush_denormal(True)
     if backend == "fake":
         join_fake_group(0, world)
     else:
-        store = dist.FileStore(str(folder / "store"), world)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        dist.init_process_group(backend)
     answer = function(*arguments)
-    if rank == 0:
-        (folder / "answer.json").write_text(json.dumps(answer))
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(answer))
     dist.destroy_process_group()
 
 

@@ -17,19 +17,24 @@ from shardwise.checked import Reader, keys_of
 from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name
 from shardwise.errors import nearest
 from shardwise.planning import memory
-from shardwise.planning.settings import Settings
+from shardwise.planning.settings import Settings, parse_mesh
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
-from shardwise.planning.units import (
-    BUCKET_BYTES,
-    MIB,
-    Cut,
-    Whole,
-    cut_buckets,
-    cut_units,
-)
+from shardwise.planning.units import BUCKET_BYTES, MIB, Cut, Whole, cut_buckets, cut_units
 from shardwise.schedule.policy import Policy, UnitPolicy
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+def find_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]
+
+
+def cast_dtypes(
+    own: torch.dtype, compute: torch.dtype | None, reduce: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """What parameters of the dtype `own` are computed and reduced in. Integers are never cast."""
+    return (compute or own, reduce or own) if own.is_floating_point else (own, own)
+
 
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
 # seed 001's two communication sizes.
@@ -213,8 +218,7 @@ class Plan:
             settings["whole"] = (settings["whole"],)
         cut = Cut.parse(settings.pop("units", None))
         own = mesh if isinstance(mesh, DeviceMesh) else None
-        shape = _shape_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
-        return cls(name, _parse_mesh(name, shape), cut=cut, device_mesh=own, **settings)
+        return cls(name, parse_mesh(name, mesh), cut=cut, device_mesh=own, **settings)
 
     @property
     def replicate(self) -> int:
@@ -276,15 +280,10 @@ class Plan:
         return self.bucket_bytes or DEFAULT_BUCKET_BYTES[row]
 
     def dtypes(self, own: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Master, compute and reduce dtype of parameters whose own dtype is `own`. Integers are
-        never cast.
-        """
+        """Master, compute and reduce dtype of parameters whose own dtype is `own`."""
         master = getattr(torch, own)
-        if not master.is_floating_point:
-            return master, master, master
-        compute = DTYPES[self.compute_dtype] if self.compute_dtype else master
-        reduce = DTYPES[self.reduce_dtype] if self.reduce_dtype else master
-        return master, compute, reduce
+        compute, reduce = find_dtype(self.compute_dtype), find_dtype(self.reduce_dtype)
+        return master, *cast_dtypes(master, compute, reduce)
 
     def resolve(self, model: nn.Module) -> Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan
@@ -366,34 +365,6 @@ class _PlanReader(Reader):
 
 
 _TITLES = {Plan: "a Plan", Cut: "cut", UnitSpec: "a unit", ParameterSpec: "a unit's parameter"}
-
-
-def _shape_of(mesh: DeviceMesh) -> int | tuple[int, ...]:
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"the mesh {mesh} has {mesh.ndim} axes; a Plan takes one, or (replicate, shard): give "
-            "the two that are data parallel, or use shardwise.fully_shard"
-        )
-    return mesh.size() if mesh.ndim == 1 else tuple(mesh.shape)
-
-
-def _parse_mesh(name: str, mesh: int | str | tuple[int, ...]) -> tuple[int, int]:
-    if isinstance(mesh, str):
-        parts = mesh.lower().replace(",", "x").split("x")
-        if not all(part.strip().isdigit() for part in parts):
-            raise ValueError(f"mesh {mesh!r}: expected a number or REPLICATExSHARD, such as 2x4")
-        numbers = tuple(int(part) for part in parts)
-        mesh = numbers[0] if len(numbers) == 1 else numbers
-    if isinstance(mesh, int):
-        if name == "hsdp":
-            raise ValueError(
-                f"hsdp needs mesh=(replicate, shard), got {mesh}; for example mesh=(2, {mesh})"
-            )
-        return (mesh, 1) if name == "ddp" else (1, mesh)
-    pair = tuple(mesh)
-    if len(pair) != 2:
-        raise ValueError(f"mesh {mesh!r}: expected (replicate, shard)")
-    return pair[0], pair[1]
 
 
 def _difference(planned: tuple[UnitSpec, ...], found: tuple[UnitSpec, ...]) -> str:

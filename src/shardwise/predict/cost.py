@@ -18,14 +18,12 @@ class Costs:
     `streams`: communication and copies run on queues of their own beside compute (CUDA); without
     them the host computes, copies and waits (gloo). `emulated`: as `emulation/` does it, a
     collective copies what would arrive and then waits for the rest of the modelled time, and groups
-    do not share a link. `compute_scale` multiplies every kernel: a measured micro-batch over the
-    predicted one.
+    do not share a link.
     """
 
     cluster: Cluster
     streams: bool = True
     emulated: bool = False
-    compute_scale: float = 1.0
     # Bytes per second of copies by name (copy-out, pack, update, ...), where they were measured.
     copy_rates: Mapping[str, float] = field(default_factory=dict)
     # Without streams: (bytes, seconds) that the call itself keeps the host, by collective.
@@ -69,7 +67,7 @@ class Costs:
                 host, device = self.cluster.host, self.cluster.device
                 total += part.launches * max(0.0, host.op_s - device.kernel_s)
             known = self._passes[id(part)] = (part, total)
-        return known[1] * self.compute_scale
+        return known[1]
 
     def set_passes(self, passes: Iterable[tuple[PassFacts, float]]) -> None:
         """Take measured seconds for whole passes."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.description.links import slowdown
+from shardwise.description.collectives import slowdown
 from shardwise.predict.program import Program
 from shardwise.timeline import COMPUTE, MEMORY_ROLES, MemoryCurve, Span, Timeline
 

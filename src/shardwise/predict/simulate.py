@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription
@@ -87,7 +87,7 @@ def simulate(
         ]
     )
     labels = {"plan": plan.title, "mesh": "x".join(map(str, plan.mesh)), "cluster": cluster.name}
-    return Timeline(timeline.spans, timeline.memory, timeline.stands_for, labels)
+    return replace(timeline, labels=labels)
 
 
 # Folding

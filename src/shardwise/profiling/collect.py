@@ -30,12 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.engine import marks as marking
-from shardwise.engine.engine import (
-    Engine,
-    engine_of,
-    is_sharded,
-)
-from shardwise.engine.local_step import watch_steps
+from shardwise.engine.engine import Engine, engine_of, is_sharded
+from shardwise.engine.hooks import watch_steps
 from shardwise.engine.marks import Marks
 from shardwise.profiling.foreign import note_torch, uses_fsdp
 from shardwise.profiling.memory import CudaHistory, Owners, find_owners

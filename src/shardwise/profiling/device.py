@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from shardwise.description.cluster import COLLECTIVES
 from shardwise.engine.marks import CallMark, Marks, RangeMark
 from shardwise.profiling.merge import RankTransfer, number_transfers
 from shardwise.profiling.pieces import HostPieces, Piece, join_spans
@@ -82,8 +83,7 @@ def _last_call(marks: Marks, kernel: Kernel, piece: Piece) -> CallMark | None:
 def _unmarked_call(kernel: Kernel, piece: Piece) -> CallMark:
     """A collective that no mark tells of: DistributedDataParallel's, or the user's own."""
     lowered = kernel.name.lower().replace("_", "")
-    names = ("all_gather", "reduce_scatter", "all_reduce")
-    name = next((name for name in names if name.replace("_", "") in lowered), "collective")
+    name = next((name for name in COLLECTIVES if name.replace("_", "") in lowered), "collective")
     return CallMark(name, piece.unit, piece.phase, "unmarked", 0, (), kernel.launched)
 
 

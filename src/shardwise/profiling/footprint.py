@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +27,19 @@ def peak_on_cpu(build: Callable[[], Step], warmup: int = 2) -> int:
     itself.
     """
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with open_profiler() as profiled:
         step = build()
         for _ in range(warmup):
             step()
         with record_function(_MARK):
             step()
     return read_peak(read_events(profiled))
+
+
+def open_profiler() -> profile:
+    """torch's profiler of a host's memory; its library otherwise announces every start."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def read_events(profiled: profile) -> list[dict]:
@@ -54,11 +61,6 @@ def read_peak(events: list[dict]) -> int:
     before = [e["args"]["Total Allocated"] for e in memory if e["ts"] < start]
     inside = [e["args"]["Total Allocated"] for e in memory if start <= e["ts"] <= end]
     return max([*before[-1:], *inside]) - at_first
-
-
-def peak_on_cuda(step: Step) -> int:
-    """The most bytes allocated on the device at one time of a step, everything included."""
-    return peaks_on_cuda(step)[0]
 
 
 def peaks_on_cuda(step: Step) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.engine import torch_private
+from shardwise.description.tracing import torch_private
 from shardwise.engine.marks import Marks
 from shardwise.predict.describe import find_blocks
 from shardwise.profiling.trace import TorchTrace

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.description.tracing.torch_private import allocator_snapshot, record_allocations
 from shardwise.engine import torch_private
 from shardwise.engine.engine import Engine
-from shardwise.engine.extended import Memory
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.marks import BufferMark, Marks, RangeMark
 from shardwise.profiling.pieces import HostPieces
@@ -91,7 +91,7 @@ def find_owners(
         owners.add(unit.parameters.master, "parameters", unit.name)
         if not unit.prepared:
             continue
-        held: list[tuple[Any, str]] = [(unit.kept_buffer, "full")]
+        held: list[tuple[Any, str]] = [(unit.kept_piece, "full")]
         if not unit.parameters.aliased:
             held.append((getattr(unit.parameters, "buffer", None), "full"))
         gradients = unit.gradients
@@ -105,11 +105,10 @@ def find_owners(
         for buffer, role in held:
             if buffer is None:
                 continue
-            flats = buffer.tensors if isinstance(buffer, Memory) else [buffer.flat]
-            nbytes = sum(flat.nbytes for flat in flats)
+            nbytes = sum(tensor.nbytes for tensor in buffer.tensors)
             owners.buffers[id(buffer)] = Owned(nbytes, role, f"{role} of {unit.name}")
-            for flat in flats:
-                owners.add(flat, role, unit.name)
+            for tensor in buffer.tensors:
+                owners.add(tensor, role, unit.name)
     for name, parameter in model.named_parameters() if model is not None else ():
         owners.add(parameter.data, "parameters", name)
         owners.add(parameter.grad, "gradients", name)
@@ -146,11 +145,11 @@ class CudaHistory:
         self.snapshot: dict[str, Any] = {}
 
     def start(self) -> None:
-        torch_private.record_allocations("all", context=None, max_entries=2_000_000)
+        record_allocations("all", context=None, max_entries=2_000_000)
 
     def stop(self) -> None:
-        self.snapshot = torch_private.allocator_snapshot()
-        torch_private.record_allocations(None)
+        self.snapshot = allocator_snapshot()
+        record_allocations(None)
 
     def blocks(self, offset: int) -> tuple[list[MemoryBlock], list[tuple[int, int, int]]]:
         """Every block, and (time, reserved, active beyond allocated) changes; `offset` is added to

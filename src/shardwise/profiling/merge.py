@@ -1,8 +1,8 @@
 """The ranks that profile together, and what each saw of a step as one timeline.
 
-They tell each other over the store through which they met (`engine/control.py`), so that a profile
-adds no collective to the run and works over any backend. One process that stands for a rank of many
-(a fake group) is alone.
+They tell each other over the store through which they met (`engine/collectives.py`), so that a
+profile adds no collective to the run and works over any backend. One process that stands for a rank
+of many (a fake group) is alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.engine.collectives import (
-    control_of,
-)
+from shardwise.engine.collectives import control_of
 from shardwise.engine.marks import CallMark
 from shardwise.profiling.memory import StepMemory
 from shardwise.timeline import MemoryCurve, Span, Timeline

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Row = dict[str, Any]
 
@@ -67,6 +70,14 @@ def write_json(
     whole.replace(path)
 
 
+def open_console(width: int) -> Console:
+    """A pipe has no width of its own, and a table cut to 80 columns loses its names."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
 def print_table(
     title: str,
     heads: Sequence[str],
@@ -78,7 +89,6 @@ def print_table(
     """Print lines of cells under their heads (those of `left` to the left, the others to the
     right), and where the figures are from.
     """
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title)
@@ -86,9 +96,7 @@ def print_table(
         table.add_column(head, justify="left" if head in left else "right")
     for line in lines:
         table.add_row(*line)
-    # A pipe has no width of its own; a table cut to 80 columns loses its names.
-    console = Console()
-    console = console if console.is_terminal else Console(width=width)
+    console = open_console(width)
     console.print(table)
     if environment:
         hardware = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"

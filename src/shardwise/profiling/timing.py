@@ -15,26 +15,29 @@ import statistics
 import subprocess
 import time
 import timeit
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from shardwise.engine import marks, torch_private
+from shardwise.description.tracing.torch_private import spin
+from shardwise.engine import torch_private
+from shardwise.engine.executor import marked
 
 Step = Callable[[], None]
 Watched = TypeVar("Watched")
 Moment = torch.cuda.Event | float  # of a CUDA device's current stream, or of the host
 AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
-# Of torch, for whoever times what the engine does.
-spin, foreach_copy_ = torch_private.spin, torch_private.foreach_copy_
+foreach_copy_ = torch_private.foreach_copy_  # for whoever times what the engine does
 
 
 @dataclass(frozen=True)
@@ -98,25 +101,29 @@ def spread(values: Sequence[float]) -> float:
 def alternate(
     steps: Mapping[str, Step], rounds: int, warmup: int, timer: Timer
 ) -> dict[str, list[Sample]]:
-    """Time every candidate once per round; each round starts with another one.
-
-    Python's garbage collector is off meanwhile, as in `timeit`: whom it strikes is chance.
-    """
+    """Time every candidate once per round; each round starts with another one."""
     for step in steps.values():
         for _ in range(warmup):
             step()
     names = list(steps)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         for i in range(rounds):
             first = i % len(names)
             for name in names[first:] + names[:first]:
                 samples[name].append(timer(steps[name]))
+    return samples
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python's collector is off meanwhile, as in `timeit`: whom it strikes is chance."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
-    return samples
 
 
 def time_on_host(ready: Callable[[], object]) -> Timer:
@@ -128,6 +135,11 @@ def time_on_host(ready: Callable[[], object]) -> Timer:
 def time_on_cuda(step: Step) -> Sample:
     """Time a step from an idle device until the device is idle again."""
     return _time(torch.cuda.synchronize, torch.cuda.synchronize, step)
+
+
+def timer_on(device: str) -> Timer:
+    """The timer of steps of one process on this kind of device."""
+    return time_on_cuda if device.startswith("cuda") else time_on_host(lambda: None)
 
 
 def _time(before: Callable[[], object], after: Callable[[], object], step: Step) -> Sample:
@@ -177,6 +189,15 @@ def seconds_between(start: Moment, end: Moment) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def issue_collective(kind: str, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """One collective of the default group, to be waited for; `part` is this rank's of `whole`."""
+    if kind == "all_gather":
+        return torch_private.all_gather(whole, part, None)
+    if kind == "reduce_scatter":
+        return torch_private.reduce_scatter(part, whole, None)
+    return dist.all_reduce(whole, async_op=True)
+
+
 def time_calls(kind: str, nbytes: int, count: int) -> list[float]:
     """Seconds that the calls of a collective of `nbytes` take, over all ranks, before anything is
     waited for; all ranks call it.
@@ -184,26 +205,54 @@ def time_calls(kind: str, nbytes: int, count: int) -> list[float]:
     ranks = dist.get_world_size()
     whole = torch.ones(nbytes // 4)
     part = torch.ones(whole.numel() // ranks)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_gather": lambda: torch_private.all_gather(whole, part, None),
-        "reduce_scatter": lambda: torch_private.reduce_scatter(part, whole, None),
-        "all_reduce": lambda: dist.all_reduce(whole, async_op=True),
-    }
     samples = []
     for _ in range(count):
         dist.barrier()
         began = time.perf_counter()
-        handle = calls[kind]()
+        handle = issue_collective(kind, whole, part)
         samples.append(time.perf_counter() - began)
         handle.wait()
     return samples
+
+
+def time_launches(call: Callable[[], object], times: int, cycles: int) -> float:
+    """Seconds of one of so many calls on a CUDA device. Behind a spin of `cycles` the launches are
+    all queued before the first one runs, so that the host's own time is not measured.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    spin(cycles)
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
+
+
+def time_passes(
+    model: nn.Module, loss: Callable[[], torch.Tensor], rounds: int, warmup: int
+) -> tuple[list[float], list[float]]:
+    """Seconds until the calls of a forward, and of it and its backward, return; before each the
+    device is idle. The first `warmup` rounds do not count.
+    """
+    forwards, steps = [], []
+    for _ in range(warmup + rounds):
+        if next(model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        result = loss()
+        forwards.append(time.perf_counter() - began)
+        result.backward()
+        steps.append(time.perf_counter() - began)
+        model.zero_grad()
+    return forwards[warmup:], steps[warmup:]
 
 
 def time_idle_mark() -> float:
     """Nanoseconds of a mark that no profile listens to."""
 
     def mark() -> None:
-        with marks.range("gather", "unit"):
+        with marked("gather", "unit"):
             pass
 
     count = 100_000
@@ -227,19 +276,29 @@ def describe_environment(commit: str | None = None) -> dict[str, Any]:
 
 def find_commit() -> str:
     """The commit of this code, with + if the tree has changes; `unknown` outside a repository."""
-    head = _git("rev-parse", "--short=12", "HEAD")
+    here = Path(__file__).parent
+    head = ask_git(here, "rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
-    return head + ("+" if _git("status", "--porcelain") else "")
+    return head + ("+" if ask_git(here, "status", "--porcelain") else "")
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+def ask_git(folder: Path, *arguments: str) -> str:
+    """What git says in this folder; nothing where it cannot."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return asked.stdout.strip() if asked.returncode == 0 else ""
+    return asked.stdout.strip()
+
+
+def version_of(package: str) -> str | None:
+    """None where it is not installed, as in a source tree."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_model() -> str:

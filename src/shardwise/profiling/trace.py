@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from shardwise.description.tracing.torch_private import profiler_runs
 from shardwise.engine import torch_private
 
 _ANCHOR = "shardwise.anchor"
@@ -79,7 +80,7 @@ class Tracer:
         self._anchors: list[tuple[int, int]] = []
 
     def start(self) -> None:
-        if torch_private.profiler_runs():
+        if profiler_runs():
             raise RuntimeError(
                 "torch's profiler runs already in this process, and there can be only one: end it "
                 "before sw.profile begins"

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.checks import (
-    engine_training,
-)
-from shardwise.engine.local_step import watch_steps
+from shardwise.engine.checks import engine_training
+from shardwise.engine.hooks import watch_steps
 from shardwise.profiling import DIRECTORY, SKIP, STEPS
 from shardwise.profiling.collect import Profile
 from shardwise.profiling.step_times import OptimizerNesting

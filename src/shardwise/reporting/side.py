@@ -97,7 +97,7 @@ def _draw_rank(run: Run, timeline: Timeline, rank: int, texts: _Texts) -> dict[s
         "units": _sum_by_unit(timeline, rank, spans, sizes),
         "gaps": {
             "start": [gap.start - zero for gap in gaps],
-            "duration": [gap.end - gap.start for gap in gaps],
+            "duration": [gap.duration for gap in gaps],
             "kind": [texts[gap.kind] for gap in gaps],
             "name": [texts[gap.span.name if gap.span else ""] for gap in gaps],
             "unit": [texts[gap.span.unit if gap.span else ""] for gap in gaps],

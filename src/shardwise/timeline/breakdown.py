@@ -58,6 +58,10 @@ class Segment:
     kind: str  # of Breakdown.PARTS
     span: Span | None
 
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
 
 # A moment's kind by what runs, on the compute stream (True) or beside it: the first that is there.
 _KINDS = {

@@ -99,7 +99,7 @@ class Timeline:
         rank = self.slowest if rank is None else rank
         held = dict.fromkeys(Breakdown.PARTS, 0)
         for segment in self.segments(rank):
-            held[segment.kind] += segment.end - segment.start
+            held[segment.kind] += segment.duration
         computed = [s for s in self._by_rank[rank] if s.role == "compute"]
         contention = min(sum(span.contention for span in computed), held["compute"])
         held["compute"] -= contention
@@ -122,7 +122,7 @@ class Timeline:
         found: dict[tuple[str, str], int] = defaultdict(int)
         for segment in self.segments(rank):
             if segment.kind == kind and segment.span is not None:
-                found[segment.span.unit, segment.span.phase] += segment.end - segment.start
+                found[segment.span.unit, segment.span.phase] += segment.duration
         return dict(found)
 
     def overlaps(
@@ -133,7 +133,7 @@ class Timeline:
         exposed: dict[int, int] = defaultdict(int)
         for segment in self.segments(rank):
             if segment.kind == "exposed_transfer" and segment.span is not None:
-                exposed[id(segment.span)] += segment.end - segment.start
+                exposed[id(segment.span)] += segment.duration
         busy = Busy((s.start, s.end) for s in self._by_rank[rank] if s.stream == COMPUTE)
         return [
             Overlap(span, busy.between(span.start, span.end), exposed[id(span)])

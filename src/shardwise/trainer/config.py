@@ -18,8 +18,9 @@ from shardwise.checked import (
     write_key,
     write_value,
 )
+from shardwise.description.preset import SIZES, Size, size_named
+from shardwise.description.workload import CheckpointKind
 from shardwise.errors import UserError, nearest
-from shardwise.trainer.sizes import SIZES, CheckpointKind, Size, size_named
 
 ZeroOrMore = Annotated[int, at_least(0)]
 Beta = Annotated[float, Bound("at least 0 and below 1", lambda n: 0 <= n < 1)]

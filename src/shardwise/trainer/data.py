@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from shardwise.errors import UserError
 from shardwise.trainer.grammar import write_text
 
-BYTE_VOCAB = 256
 GRAMMAR_BYTES = 1 << 20
 TOKEN_DTYPES = ("uint16", "uint32")
 # Ids are checked again in each batch, so the scan at the start only has to be likely to find a file

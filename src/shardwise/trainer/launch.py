@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -20,13 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import processor
-from shardwise.children import ChildFailed, name_end, usual_cause
+from shardwise.children import ChildFailed, describe_end
 from shardwise.errors import UserError
+
+Target = str | Callable[..., None]  # "module:function", or the function itself
 
 # A rank that fails breaks its peers' connections within milliseconds, so after the first exit a
 # moment is given to all that are failing, and then the one that began it is chosen.
 _SETTLE_S = 0.3
 _TERMINATE_S = 2.0
+_LESS_MEMORY = (
+    ": lower data.batch or data.seq, set model.checkpoint=nonreentrant, shard more "
+    "(--plan zero3), or use a machine with more memory"
+)
 # How gloo, the store and NCCL say that another rank has gone.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe"
@@ -71,9 +78,7 @@ def joined() -> bool:
 def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
     """Call `target` ("module:function") with `args` on `nproc` local ranks, and wait for them.
 
-    Under torchrun it is called in this process, which is a rank already. Otherwise: start the
-    ranks, each with the environment torch.distributed reads; on the first failure end the others
-    and raise RankFailed, or UserError where that is what the rank raised. None is left running.
+    Under torchrun it is called in this process, which is a rank already.
     """
     if joined():
         world = int(os.environ["WORLD_SIZE"])
@@ -83,7 +88,16 @@ def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
                 f"--nproc, or run without torchrun"
             )
         _call(target, args)
-        return
+    else:
+        start_ranks(target, args, nproc, _LESS_MEMORY)
+
+
+def start_ranks(target: Target, args: tuple[Any, ...], nproc: int, less_memory: str = "") -> None:
+    """Call `target` on so many new local ranks, each with the environment torch.distributed reads,
+    and wait for them. On the first failure end the others and raise RankFailed, or UserError where
+    that is what the rank raised; `less_memory` is what to do where memory ran out. None is left
+    running.
+    """
     processor.settle()
     port, spawning = _free_port(), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
@@ -94,12 +108,15 @@ def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
                 task = rank, nproc, port, target, args, record
                 processes.append(spawning.Process(target=_run_rank, args=task))
                 processes[-1].start()
-            _wait(processes, records)
+            _wait(processes, records, less_memory)
         finally:
             _end(processes)
 
 
-def _call(target: str, args: tuple[Any, ...]) -> None:
+def _call(target: Target, args: tuple[Any, ...]) -> None:
+    if not isinstance(target, str):
+        target(*args)
+        return
     module, _, name = target.partition(":")
     getattr(importlib.import_module(module), name)(*args)
 
@@ -108,7 +125,7 @@ def _call(target: str, args: tuple[Any, ...]) -> None:
 
 
 def _run_rank(
-    rank: int, nproc: int, port: int, target: str, args: tuple[Any, ...], record: Path
+    rank: int, nproc: int, port: int, target: Target, args: tuple[Any, ...], record: Path
 ) -> None:
     """Run the task; a rank that fails leaves a record of when and why."""
     # Ctrl-C reaches the whole process group; the launcher alone answers it, and ends the ranks.
@@ -163,7 +180,7 @@ def _end_with_launcher() -> None:
 # In the launcher
 
 
-def _wait(processes: list[BaseProcess], records: list[Path]) -> None:
+def _wait(processes: list[BaseProcess], records: list[Path], less_memory: str) -> None:
     """Return when all ranks have ended well; raise for the rank that failed first."""
     while True:
         codes = [process.exitcode for process in processes]  # one look: they change meanwhile
@@ -180,7 +197,7 @@ def _wait(processes: list[BaseProcess], records: list[Path]) -> None:
     first = min((failure for failure in failures if failure), key=_Failure.order)
     if first.user_error is not None:
         raise UserError(first.user_error)
-    raise RankFailed(first.rank, _explain(first, len(processes)))
+    raise RankFailed(first.rank, _explain(first, len(processes), less_memory))
 
 
 def _read_failure(rank: int, code: int | None, record: Path) -> _Failure | None:
@@ -190,18 +207,13 @@ def _read_failure(rank: int, code: int | None, record: Path) -> _Failure | None:
     return _Failure(rank, code) if code else None
 
 
-def _explain(failure: _Failure, nproc: int) -> str:
+def _explain(failure: _Failure, nproc: int, less_memory: str) -> str:
     who = f"rank {failure.rank} of {nproc}"
     others = "; the other ranks were ended" if nproc > 1 else ""
     if failure.text:
         return f"{who} failed{others}:\n{failure.text}"
-    cause = usual_cause(failure.code)
-    if failure.code == -signal.SIGKILL:
-        cause += (
-            ": lower data.batch or data.seq, set model.checkpoint=nonreentrant, shard more "
-            "(--plan zero3), or use a machine with more memory"
-        )
-    return f"{who} {name_end(failure.code)}{others}" + (f" ({cause})" if cause else "")
+    more = less_memory if failure.code == -signal.SIGKILL else ""
+    return f"{who} {describe_end(failure.code, more)}{others}"
 
 
 def _end(processes: list[BaseProcess]) -> None:

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.description.language_model import LM
 from shardwise.errors import UserError
 from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
 from shardwise.trainer.data import Corpus, open_corpus
 from shardwise.trainer.group import Member, join_group, memory_in_use
-from shardwise.trainer.model import LM
 from shardwise.trainer.outputs import StepMetrics, open_log, write_facts
 from shardwise.trainer.step_profiler import StepProfiler
 

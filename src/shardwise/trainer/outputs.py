@@ -5,11 +5,9 @@ logged step.
 import json
 import math
 import platform
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,12 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import shardwise as sw
+from shardwise.description.preset import parameter_count
+from shardwise.profiling.timing import ask_git, version_of
 from shardwise.reporting.formats import show_bytes
 from shardwise.run_files import CONFIG, FACTS, METRICS, PLAN
 from shardwise.trainer.config import TrainConfig
 from shardwise.trainer.data import Corpus
 from shardwise.trainer.group import Member
-from shardwise.trainer.sizes import parameter_count
 
 _PLAIN_LINES = 20  # of a whole run, where the output is a file or a pipe
 
@@ -33,10 +32,10 @@ def write_facts(config: TrainConfig, plan: sw.Plan, corpus: Corpus, member: Memb
     (out / CONFIG).write_text(config.to_toml(), encoding="utf-8")
     (out / PLAN).write_text(plan.to_json() + "\n", encoding="utf-8")
     facts = {
-        "shardwise": _version("shardwise"),
-        "torch": _version("torch"),
+        "shardwise": version_of("shardwise"),
+        "torch": version_of("torch"),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": ask_git(Path(), "rev-parse", "HEAD") or None,  # of the working directory
         "world": member.world,
         "device": member.device_name,
         "backend": member.backend,
@@ -48,23 +47,6 @@ def write_facts(config: TrainConfig, plan: sw.Plan, corpus: Corpus, member: Memb
         "plan_explanation": plan.explain(config.run.micro_batches),
     }
     (out / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None  # run from a source tree that is not installed
-
-
-def _commit() -> str | None:
-    """Of the working directory, if it has one."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()
 
 
 @dataclass(frozen=True)

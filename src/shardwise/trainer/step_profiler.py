@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
+from shardwise.description.language_model import LM
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.step import StepOptions
@@ -20,7 +21,6 @@ from shardwise.run_files import PREDICTED
 from shardwise.timeline import Timeline
 from shardwise.trainer.config import TrainConfig
 from shardwise.trainer.group import Member
-from shardwise.trainer.model import LM
 
 WARMUP = 5  # steps before, where the run has so many
 

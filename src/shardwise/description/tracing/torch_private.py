@@ -1,4 +1,4 @@
-"""torch's private names that tracing needs: what for, and what tracing would lack without them.
+"""torch's private names that tracing and measuring need, each with what is lost without it.
 
 What the engine and the rooms above it need stands in `engine/torch_private.py`, which this room
 lies below. `tests/unit/test_torch_private.py` lists both, and tells whether a torch has them.
@@ -7,6 +7,7 @@ lies below. `tests/unit/test_torch_private.py` lists both, and tells whether a t
 from __future__ import annotations
 
 from operator import attrgetter, methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,3 +50,40 @@ def run_backward(scalar: Tensor) -> None:
         (scalar,), (torch.ones_like(scalar),), False, False, (),
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
+
+
+# Measuring: of the rooms above
+
+# Whether torch's profiler runs; a process has only one. Without it a second start fails somewhere
+# inside torch, with an error that does not say so.
+profiler_runs = torch.autograd._profiler_enabled
+
+# The history of CUDA's allocator, block by block. Without it memory has no curve on a GPU, only a
+# peak.
+record_allocations = torch.cuda.memory._record_memory_history
+allocator_snapshot = torch.cuda.memory._snapshot
+
+# Keeps a GPU busy for so many cycles. Without it a short kernel's time is that of its launch.
+spin = torch.cuda._sleep
+
+# The communication hooks of a DistributedDataParallel model. Without it an emulated network would
+# put its hook over a user's.
+comm_hooks_of = attrgetter("_comm_hooks")
+
+
+def fsdp_param_group_module() -> Any:
+    """Where torch's FSDP2 looks up the `record_function` that names its work. Without it a profile
+    of torch's engine has no gathers and reduces.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    return _fsdp_param_group
+
+
+def fake_store() -> Any:
+    """A store for the "fake" backend, whose groups send nothing; the import registers the backend.
+    Without it a process cannot be one rank of an emulated cluster.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

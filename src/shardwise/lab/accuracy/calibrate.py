@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster, Level, Protocol
+from shardwise.description.language_model import OPTIMIZER, compute_loss, make_model
+from shardwise.description.preset import bench_size
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.cases import describe_model
 from shardwise.lab.accuracy.kernels import Run, time_on
 from shardwise.profiling import footprint
-from shardwise.profiling.timing import foreach_copy_
-from shardwise.trainer.model import OPTIMIZER, compute_loss, make_model
-from shardwise.trainer.sizes import bench_size
+from shardwise.profiling.timing import foreach_copy_, time_passes
 
 TINY = bench_size(layers=8, d_model=64, d_ff=128, heads=4, vocab=128, fused_qkv=True)
 UNBOUND = 1e18  # bytes/s of a network that costs nothing
@@ -165,19 +165,8 @@ def _host_seconds(device: str, rounds: int) -> tuple[float, float, float]:
 
 
 def _time_host(model: nn.Module, tokens: Tensor, rounds: int) -> tuple[float, float]:
-    """Seconds until the calls of a forward, and of it and its backward, return: medians, the device
-    being idle before.
-    """
-    samples = []
-    warm_up = rounds // 3
-    for _ in range(rounds + warm_up):
-        if tokens.is_cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        loss = compute_loss(model, tokens, tokens)
-        forward = time.perf_counter() - began
-        loss.backward()
-        samples.append((forward, time.perf_counter() - began))
-        model.zero_grad()
-    forwards, steps = zip(*samples[warm_up:], strict=True)
+    """Seconds until the calls of a forward, and of it and its backward, return: medians."""
+    forwards, steps = time_passes(
+        model, lambda: compute_loss(model, tokens, tokens), rounds, warmup=rounds // 3
+    )
     return statistics.median(forwards), statistics.median(steps)

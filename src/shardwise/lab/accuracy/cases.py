@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.description.language_model import compute_loss, make_model
 from shardwise.description.model import ModelDescription
-from shardwise.description.workload import Workload
+from shardwise.description.preset import BENCH as LARGE
+from shardwise.description.preset import Size, bench_size
+from shardwise.description.workload import CheckpointKind, Workload
 from shardwise.emulation.collectives import Network
 from shardwise.lab.steps.cases import MIXED, NETWORKS, OWN
 from shardwise.lab.steps.engines import Precision
-from shardwise.trainer.model import compute_loss, make_model
-from shardwise.trainer.sizes import BENCH as LARGE
-from shardwise.trainer.sizes import CheckpointKind, Size, bench_size
 
 WORLD = 8
 FREE, NVLINK, SLOW = (NETWORKS[name] for name in ("free", "300GBs", "100GBs"))
@@ -53,13 +53,7 @@ class AccuracyCase:
             raise ValueError(f"case {self.name}: group is {self.group!r}, expected build, held-out")
 
     def plan(self) -> sw.Plan:
-        return sw.Plan.of(
-            self.strategy,
-            self.mesh or WORLD,
-            compute_dtype=self.precision.compute,
-            reduce_dtype=self.precision.reduce,
-            **dict(self.settings),
-        )
+        return self.precision.plan(self.strategy, self.mesh or WORLD, **dict(self.settings))
 
     @property
     def workload(self) -> Workload:

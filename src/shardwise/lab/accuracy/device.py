@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
+from shardwise.description.language_model import draw_tokens, make_model
 from shardwise.description.model import PassFacts
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.accuracy.calibrate import Calibration, emulated_level
@@ -24,14 +25,13 @@ from shardwise.lab.accuracy.kernels import Widths
 from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.accuracy.replay import PAUSE_S, Beside, Replayed, replay
 from shardwise.lab.rows import say
-from shardwise.lab.steps.engines import draw_tokens, wrap_plan
+from shardwise.lab.steps.engines import wrap_plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling import footprint
 from shardwise.profiling.results import Row
-from shardwise.profiling.timing import Sample, Step, time_on_cuda, time_on_host
+from shardwise.profiling.timing import Sample, Step, no_garbage_collection, timer_on
 from shardwise.timeline import Timeline
-from shardwise.trainer.model import make_model
 
 WARMUP = 3
 STEPS = 5
@@ -119,18 +119,15 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
     """Build the case, warm it up, time it and take its peak; then give everything back."""
     step = _step_of(case, device)
     try:
-        with emulate(case.network) as emulation:
-            # Whom the garbage collector strikes is chance; and a GPU that waits for it clocks up.
-            gc.collect()
-            gc.disable()
+        # A GPU that waits for the garbage collector clocks up.
+        with emulate(case.network) as emulation, no_garbage_collection():
             _repeat(step, device, WARMUP, WARM_S)
             called = sum(emulation.calls.values())
             samples = _repeat(step, device, steps, TIMED_S)
             if not sum(emulation.calls.values()) > called:
                 raise RuntimeError(f"{case.name}: no collective went over the emulated network")
-            peak = footprint.peak_on_cuda(step) if _on_cuda(device) else None
+            peak = footprint.peaks_on_cuda(step)[0] if _on_cuda(device) else None
     finally:
-        gc.enable()
         del step
         gc.collect()
         if _on_cuda(device):
@@ -147,7 +144,7 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
 
 def _repeat(step: Step, device: str, least: int, seconds: float) -> list[Sample]:
     """Time the step `least` times, and on a GPU for `seconds`."""
-    timer = time_on_cuda if _on_cuda(device) else time_on_host(lambda: None)
+    timer = timer_on(device)
     samples: list[Sample] = []
     began = time.perf_counter()
     while len(samples) < least or (_on_cuda(device) and time.perf_counter() - began < seconds):

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.calibration.calibrate import calibrate
-from shardwise.description.cluster import Cluster
+from shardwise.description.cluster import COLLECTIVES, Cluster
+from shardwise.description.language_model import draw_tokens, make_model
+from shardwise.description.preset import bench_size
 from shardwise.description.workload import Workload
 from shardwise.lab.accuracy.cases import Traced, describe_model
 from shardwise.lab.accuracy.kernels import KernelTable, Widths
@@ -27,13 +29,11 @@ from shardwise.lab.accuracy.page import tell_prediction
 from shardwise.lab.processes import ask_ranks, time_on_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.cases import MEDIUM, StepCase
-from shardwise.lab.steps.engines import Precision, draw_tokens, wrap_ours
+from shardwise.lab.steps.engines import Precision, wrap_ours
 from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.results import Row
 from shardwise.profiling.timing import alternate, time_calls
-from shardwise.trainer.model import make_model
-from shardwise.trainer.sizes import bench_size
 
 if TYPE_CHECKING:
     from shardwise.lab.accuracy.run import Results
@@ -83,10 +83,9 @@ def measure_rank(case: StepCase, busy: bool) -> dict[str, Any]:
     keys = sorted(table.seconds)
     mean = torch.tensor([table.seconds[key] for key in keys], dtype=torch.float64) / RANKS
     dist.all_reduce(mean)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
     found = {
         "kernels": dict(zip(keys, mean.tolist(), strict=True)),
-        "calls": {kind: _time_calls(kind, busy) for kind in kinds},
+        "calls": {kind: _time_calls(kind, busy) for kind in COLLECTIVES},
         "steps_ms": _time_steps(case),
     }
     dist.barrier()

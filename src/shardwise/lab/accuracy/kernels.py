@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.description.model import KernelFact, ModelDescription, PassFacts
+from shardwise.description.preset import Size
 from shardwise.planning.plan import DTYPES
-from shardwise.profiling.timing import spin
-from shardwise.trainer.sizes import Size
+from shardwise.profiling.timing import time_launches
 
 Run = Callable[[], object]
 Draw = Callable[..., Tensor]  # random numbers of a shape
@@ -251,21 +251,8 @@ def time_on(run: Run, device: torch.device, groups: int = GROUPS, quickest: bool
 
 
 def _time_on_cuda(run: Run, groups: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def timed(count: int) -> float:
-        # Behind a spin the launches are all queued before the first one runs, so that the host's
-        # own time is not measured.
-        spin(SPIN_CYCLES)
-        start.record()
-        for _ in range(count):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3 / count
-
     for _ in range(2):
         run()
-    once = timed(2)
+    once = time_launches(run, 2, SPIN_CYCLES)
     count = max(3, min(200, int(GROUP_S / max(once, 1e-7))))
-    return statistics.median(timed(count) for _ in range(groups))
+    return statistics.median(time_launches(run, count, SPIN_CYCLES) for _ in range(groups))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from shardwise.lab.svg import element, picture, text
+from shardwise.lab.pictures import element, picture, text
 from shardwise.profiling.results import Row, print_table
 from shardwise.timeline import Timeline
 
@@ -130,15 +130,7 @@ def print_rows(rows: Iterable[Row]) -> None:
         if "error" in row:
             lines.append([*cells, f"failed: {row['error'][:60]}"])
             continue
-        for what, scale in (("ms", 1.0), ("bytes", 1e9)):
-            found = _compare(row, what)
-            if found is None:
-                cells += ["", "", ""]
-                continue
-            predicted, actual, told = found
-            shown = "-" if actual is None else f"{actual / scale:.2f}"
-            cells += [f"{predicted / scale:.2f}", shown, told]
-        lines.append(cells)
+        lines.append([*cells, *_cells(row, "ms", ".2f", "-"), *_cells(row, "bytes", ".2f", "-")])
     left = ("case", "mode")
     heads = (*left, "predicted ms", "actual ms", "error", "predicted GB", "actual GB", "error")
     print_table("predicted against measured or reported", heads, lines, {}, left, width=150)
@@ -184,20 +176,22 @@ def _table(title: str, rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         label = row.get("case") or f"seed {row['seed']}"
-        cells = [label, row["mode"], *_cells(row, "ms"), *_cells(row, "bytes")]
+        times = _cells(row, "ms", ".1f", "not stated", " ms")
+        cells = [label, row["mode"], *times, *_cells(row, "bytes", ".2f", "not stated", " GB")]
         lines.append(f"| {' | '.join(cells)} |")
     notes = dict.fromkeys(row["note"] for row in rows if "note" in row)
     return [*lines, "", *[line for note in notes for line in (note, "")]]
 
 
-def _cells(row: Row, what: str) -> list[str]:
+def _cells(row: Row, what: str, form: str, unknown: str, unit: str = "") -> list[str]:
+    """Predicted, actual and the error; bytes in 1e9."""
     found = _compare(row, what)
     if found is None:
         return ["", "", ""]
     predicted, actual, told = found
-    unit, scale, digits = ("ms", 1.0, 1) if what == "ms" else ("GB", 1e9, 2)
-    shown = "not stated" if actual is None else f"{actual / scale:.{digits}f} {unit}"
-    return [f"{predicted / scale:.{digits}f} {unit}", shown, told]
+    scale = 1e9 if what == "bytes" else 1.0
+    shown = unknown if actual is None else f"{actual / scale:{form}}{unit}"
+    return [f"{predicted / scale:{form}}{unit}", shown, told]
 
 
 def _sweep(sweep: Sequence[Row]) -> list[str]:

@@ -11,30 +11,27 @@ fraction is of a large matrix product timed in the same run.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.description.language_model import attend_plainly
 from shardwise.errors import UserError
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention
-from shardwise.lab.attention.picture import make_picture
 from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
+from shardwise.lab.pictures import draw_attention
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw
-from shardwise.trainer.model import attend_plainly
+from shardwise.profiling.timing import no_garbage_collection, timer_on, version_of
 
 DOCUMENT = ("table7", "tables45")
-SWEEPS = ("heads", *DOCUMENT)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 PARITY = {"bf16": 1e-2, "tf32": 1e-3, "fp32": 1e-5}
 # Not a multiple of any block; long enough that the kernels for long sequences are the ones checked.
@@ -150,12 +147,7 @@ class Bench:
             from triton.testing import do_bench
 
             return float(do_bench(call, warmup=15, rep=60, return_mode="median"))
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - began) * 1e3)
-        return statistics.median(times)
+        return statistics.median(timer_on("cpu")(call).step_ms for _ in range(3))
 
     def function(self, case: AttentionCase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if case.backend == "plain":
@@ -195,10 +187,8 @@ class Bench:
 
     def measure(self, case: AttentionCase) -> AttentionRow:
         row = AttentionRow(case, seed=seed_figures(case))
-        gc.collect()
-        gc.disable()  # its pauses are as long as a short attention
         try:
-            with _tf32(case.kind == "tf32"):
+            with no_garbage_collection(), _tf32(case.kind == "tf32"):
                 row.parity = self.parity(case)
                 if row.parity <= PARITY[case.kind]:
                     self.fill(row)
@@ -206,8 +196,6 @@ class Bench:
                     row.failure = f"differs from float64 by {row.parity:.1e}: not timed"
         except (RuntimeError, ValueError) as error:
             row.failure = explain_failure(error)
-        finally:
-            gc.enable()
         if self.device == "cuda":
             torch.cuda.empty_cache()
         return row
@@ -236,13 +224,6 @@ class Bench:
         if self.ceilings:
             ceiling = self.ceilings[case.kind]
             row.of_ceiling = {name: value / ceiling for name, value in row.tflops.items()}
-
-
-def _triton_version() -> str | None:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
 
 
 @contextmanager
@@ -275,7 +256,7 @@ def print_row(row: AttentionRow) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the plot."""
-    if only_draw(arguments, make_picture):
+    if only_draw(arguments, draw_attention):
         return
     if not torch.cuda.is_available() and not arguments.quick:
         raise UserError("this needs a CUDA device (--quick runs every path without one)")
@@ -285,11 +266,11 @@ def run(arguments: argparse.Namespace) -> None:
         key_of=lambda row: AttentionCase(**row["case"]).key,
         ceilings_tflops=bench.ceilings,
     )
-    file.facts["environment"]["triton"] = _triton_version()
+    file.facts["environment"]["triton"] = version_of("triton")
     print(f"ms of {', '.join(PASSES)}, the document's in brackets; ceilings {bench.ceilings}")
     for case in file.missing(make_cases(arguments.sweeps, arguments.quick), lambda case: case.key):
         row = bench.measure(case)
         print_row(row)
         file.add(asdict(row))
     if arguments.plot is not None:
-        arguments.plot.write_text(make_picture(file.rows))
+        arguments.plot.write_text(draw_attention(file.rows))

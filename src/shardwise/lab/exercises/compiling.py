@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.description.language_model import LM, compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import PARTS, summarize, time_parts
 from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
 from shardwise.lab.processes import Fresh, explain_failure
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table
-from shardwise.trainer.model import LM, compute_loss
 
 WARMUP = 5
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss, relative

@@ -18,7 +18,7 @@ from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile
 from shardwise.profiling.footprint import free_device
 from shardwise.profiling.results import Row
-from shardwise.profiling.timing import Side, Step, alternate, time_on_cuda, time_on_host
+from shardwise.profiling.timing import Side, Step, alternate, timer_on
 
 SEQUENCE, MICRO_BATCHES, WARMUP = 4096, (1, 2), 5
 QUICK_SEQUENCE = 16
@@ -75,6 +75,5 @@ def time_micro_batches(stack: Preset, sequence: int, steps: int) -> dict[int, Si
 
         return step
 
-    timer = time_on_cuda if device == "cuda" else time_on_host(lambda: None)
-    taken = alternate({str(n): make(n) for n in MICRO_BATCHES}, steps, WARMUP, timer)
+    taken = alternate({str(n): make(n) for n in MICRO_BATCHES}, steps, WARMUP, timer_on(device))
     return {int(name): Side.of(samples, 0) for name, samples in taken.items()}

@@ -7,7 +7,6 @@ for all warm-up counts.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import time
@@ -16,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.description.language_model import compute_loss
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
 from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table
-from shardwise.trainer.model import compute_loss
+from shardwise.profiling.timing import no_garbage_collection
 
 PARTS = ("forward", "backward", "optimizer")
 
@@ -45,11 +45,9 @@ def time_parts(
     optimizer: torch.optim.Optimizer,
     steps: int,
 ) -> dict[str, list[float]]:
-    """The ms of each part of each step; Python's garbage collector is off meanwhile."""
+    """The ms of each part of each step."""
     times: dict[str, list[float]] = {part: [] for part in PARTS}
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         for _ in range(steps):
             optimizer.zero_grad()
             moments = [_now(case)]
@@ -62,8 +60,6 @@ def time_parts(
             moments.append(_now(case))
             for part, began, ended in zip(PARTS, moments, moments[1:], strict=False):
                 times[part].append(round((ended - began) * 1e3, 4))
-    finally:
-        gc.enable()
     return times
 
 

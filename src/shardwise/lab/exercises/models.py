@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.description.language_model import LM, OPTIMIZER, draw_tokens, make_model
+from shardwise.description.preset import SIZES, AttentionKind, Size
 from shardwise.lab.exercises import seed004
 from shardwise.lab.rows import say
-from shardwise.lab.steps.engines import draw_tokens
 from shardwise.profiling.results import Row
-from shardwise.trainer.model import LM, OPTIMIZER, make_model
-from shardwise.trainer.sizes import SIZES, AttentionKind, Size
 
 QUICK = Size(d_model=32, d_ff=64, layers=2, heads=2, kv_heads=2, vocab=64)
 QUICK_CONTEXT = 8

@@ -4,7 +4,7 @@ For its timings of single models the document gives no shapes and no batch. Its 
 5.0 MiB at 128 tokens and d_model 2560 in fp32 means a batch of 4; its largest tensor of 100 MiB
 means a d_ff of 10,240; and 0.221 s for the 2.7B model's forward on an A100 is 16 TFLOP/s with 4 x
 128 tokens, which fits fp32 without tf32 and no longer context. The shapes are those that its course
-gives to these names (`trainer/sizes.py` has them). Its data-parallel runs have a context and a
+gives to these names (`description/preset.py` has them). Its data-parallel runs have a context and a
 total batch of 32 each: 16 x 32 tokens on each of two GPUs, as many as 4 x 128.
 """
 

@@ -8,6 +8,7 @@ is wrong, what is right and why. The functions behind them are in `memory.py` an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from shardwise.description.cluster import Cluster
 from shardwise.description.preset import load_preset
@@ -84,16 +85,12 @@ def _strategy_bytes() -> str:
         ("16-bit gathers, 16-bit reduce", 2, 2),
         ("16-bit gathers, fp32 reduce", 2, 4),
     ):
+        found = memory.strategy_bytes(
+            parameters, ranks, gather_bytes=gather, reduce_bytes=reduce, groups=16
+        )
         rows = [
-            (
-                row.strategy,
-                f"{row.sent / GB:,.0f} GB",
-                f"{row.relative:.2f}",
-                f"{row.state / GB:,.1f} GB",
-            )
-            for row in memory.strategy_bytes(
-                parameters, ranks, gather_bytes=gather, reduce_bytes=reduce, groups=16
-            )
+            (r.strategy, f"{r.sent / GB:,.0f} GB", f"{r.relative:.2f}", f"{r.state / GB:,.1f} GB")
+            for r in found
         ]
         lines += [title, *_table(("strategy", "sent", "to ddp", "state kept"), rows)]
     lines += [
@@ -176,7 +173,7 @@ def _accounting_c() -> str:
 def _accounting_d() -> str:
     chip = time.Chip.of(Cluster.load("tpu-v5p"))
     layer = time.Layer(16384, 53248, x=16, y=4, axes_x=2, axes_y=1)
-    half = time.Layer(16384, 53248, x=16, y=4, axes_x=2, axes_y=1, itemsize=1)
+    half = replace(layer, itemsize=1)
     chips = layer.x * layer.y
     rows = [("as given, X 16, Y 4", f"{time.critical_batch(layer, chip) / chips:.0f}")]
     rows.append(("overlap the two axes", f"{time.critical_batch(layer, chip, True) / chips:.0f}"))
@@ -184,12 +181,8 @@ def _accounting_d() -> str:
         x, y, batch = time.best_split(layer, chip, chips, overlapped)
         rows.append((f"{label}: X {x}, Y {y}", f"{batch / chips:.0f}"))
     rows.append(("8-bit transfers", f"{time.critical_batch(half, chip) / chips:.0f}"))
-    rows.append(
-        (
-            "the least, alpha^2 / (M_X M_Y F)",
-            f"{time.combined_tokens(chip, layer.d_ff, 2, 1):.0f}",
-        )
-    )
+    least = time.combined_tokens(chip, layer.d_ff, 2, 1)
+    rows.append(("the least, alpha^2 / (M_X M_Y F)", f"{least:.0f}"))
     return "\n".join(
         [
             "Communication accounting (d): a smaller batch that stays compute-bound (seed 004)",
@@ -226,9 +219,7 @@ def _ddp_overhead() -> str:
     found = [
         time.optimal_buckets_in_general(size, bandwidth, CALL_S, backward) for backward in backwards
     ]
-    rows.append(
-        ("best nb", "", f"{best:.0f}", *(f"{number:,}" for number in found)),
-    )
+    rows.append(("best nb", "", f"{best:.0f}", *(f"{number:,}" for number in found)))
     head = ("bucket", "nb", "assumed", *(f"T = {1e3 * T:.0f} ms" for T in backwards))
     lines += _table(head, rows)
     lines += [
@@ -244,15 +235,8 @@ def _optimizer_sharding() -> str:
     for name in ("xl", "2.7b"):
         parameters = load_preset(name).parameter_count
         cost = memory.optimizer_sharding(parameters, 2)
-        rows.append(
-            (
-                name,
-                f"{parameters / 1e9:.2f} B",
-                f"{cost.whole / GB:.1f} GB",
-                f"{cost.sharded / GB:.1f} GB",
-                f"{cost.saved / GB:.1f} GB",
-            )
-        )
+        sizes = (f"{size / GB:.1f} GB" for size in (cost.whole, cost.sharded, cost.saved))
+        rows.append((name, f"{parameters / 1e9:.2f} B", *sizes))
     implied = memory.parameters_saved_by(13 * GB, 2)
     return "\n".join(
         [
@@ -284,10 +268,7 @@ def _rooflines() -> str:
     return "\n".join(
         [
             "The scaling book's rooflines, 16 bit, d_ff 28672, peak rates",
-            *_table(
-                ("cluster", "alpha", "memory", "FSDP", "TP chips", "FSDP x TP"),
-                rows,
-            ),
+            *_table(("cluster", "alpha", "memory", "FSDP", "TP chips", "FSDP x TP"), rows),
             "  alpha: C / W. memory: tokens below which a product is bound by reading its weights,",
             "  C / memory bandwidth. FSDP: tokens per chip from which it is compute-bound, alpha /",
             "  M_X (3 torus axes on v5p; one link in a GPU node). TP chips: M_Y F / alpha. FSDP x",

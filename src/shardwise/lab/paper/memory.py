@@ -7,7 +7,7 @@ because they mix them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from shardwise.description.preset import Preset, load_preset
 
@@ -27,9 +27,8 @@ def static_state_bytes(parameters: float) -> float:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What one of `ranks` devices holds under full sharding, in bytes."""
+    """What one device holds under full sharding, in bytes."""
 
-    ranks: int
     master: float
     first_moment: float
     second_moment: float
@@ -44,14 +43,7 @@ class ShardedState:
 
     @property
     def total(self) -> float:
-        return (
-            self.master
-            + self.first_moment
-            + self.second_moment
-            + self.full_weights
-            + self.full_gradients
-            + self.gradients
-        )
+        return sum(astuple(self))
 
 
 def sharded_state(
@@ -62,7 +54,6 @@ def sharded_state(
         raise ValueError(f"ranks is {ranks}, expected at least 1")
     share = 4 * parameters / ranks
     return ShardedState(
-        ranks=ranks,
         master=share,
         first_moment=share,
         second_moment=share,

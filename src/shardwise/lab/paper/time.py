@@ -8,7 +8,7 @@ torus axes, N = X Y, alpha = C / W.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.description.cluster import Cluster
 
@@ -86,8 +86,7 @@ def best_split(
     splits = [(x, chips // x) for x in range(1, chips + 1) if chips % x == 0]
     rated = []
     for x, y in splits:
-        split = Layer(layer.d_model, layer.d_ff, x, y, layer.axes_x, layer.axes_y, layer.itemsize)
-        rated.append((critical_batch(split, chip, overlap_axes), x, y))
+        rated.append((critical_batch(replace(layer, x=x, y=y), chip, overlap_axes), x, y))
     batch, x, y = min(rated)
     return x, y, batch
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from shardwise.description.language_model import OPTIMIZER
+from shardwise.description.preset import BENCH, Size, bench_size
 from shardwise.emulation.collectives import Emulation, Network, emulate
 from shardwise.lab.processes import ask_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.engines import Precision
-from shardwise.trainer.model import OPTIMIZER
-from shardwise.trainer.sizes import BENCH, Size, bench_size
 
 OWN = Precision()  # every dtype the parameters' own
 MIXED = Precision("bfloat16", "float32")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.description.language_model import draw_tokens, make_model
 from shardwise.emulation.collectives import Emulation
 from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import describe_run, say
@@ -24,7 +25,6 @@ from shardwise.lab.steps.engines import Wrap, Wrapped
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.results import Row, print_table, write_json
 from shardwise.profiling.timing import Sample, Side, Step
-from shardwise.trainer.model import make_model
 
 SIDES = ("ours", "theirs")
 TOLERANCE = 1e-5
@@ -122,14 +122,14 @@ def _measure_on_cpu(
     (gathered, reduced, optimized) and next to nothing of activations.
     """
     candidates = {name: _build(family, case, strategy, wrap) for name, wrap in _wraps(case).items()}
-    tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
+    tokens = draw_tokens(case.size, case.batch, case.length, family.device)
     steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
     parity = _check_parity(candidates, steps, case.name, strategy) if family.real else None
-    timer = time_on_ranks if family.real else timing.time_on_host(lambda: None)
+    timer = time_on_ranks if family.real else timing.timer_on("cpu")
     samples = timing.alternate(steps, case.steps, case.warmup, timer)
     settings = {name: candidate.settings for name, candidate in candidates.items()}
     del candidates, steps
-    one_token = engines.draw_tokens(case.size, 1, 1, family.device)
+    one_token = draw_tokens(case.size, 1, 1, family.device)
     sides = {}
     for name, wrap in _wraps(case).items():
 
@@ -157,7 +157,7 @@ def _measure_on_gpu(
         "blocks": BLOCKS,
     }
     collectives: dict[str, int] = {}
-    tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
+    tokens = draw_tokens(case.size, case.batch, case.length, family.device)
     for _ in range(BLOCKS):
         for name, wrap in _wraps(case).items():
             left = footprint.free_device()

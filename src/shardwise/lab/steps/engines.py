@@ -13,15 +13,13 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from shardwise.planning.plan import DTYPES
+from shardwise.description.language_model import LM, OPTIMIZER, compute_loss
+from shardwise.emulation.engines import fully_shard_blocks
 from shardwise.profiling.timing import Step
-from shardwise.trainer.model import LM, OPTIMIZER, compute_loss
-from shardwise.trainer.sizes import Size
 
 # What each strategy is compared with.
 PEERS = {
@@ -38,13 +36,12 @@ class Precision:
     compute: str | None = None
     reduce: str | None = None
 
-    @property
-    def policy(self) -> MixedPrecisionPolicy:
-        """The same for torch."""
-        return MixedPrecisionPolicy(
-            param_dtype=DTYPES[self.compute] if self.compute else None,
-            reduce_dtype=DTYPES[self.reduce] if self.reduce else None,
-        )
+    def plan(
+        self, strategy: str, mesh: int | tuple[int, int] | None = None, **settings: Any
+    ) -> sw.Plan:
+        """The strategy in these dtypes; by default over all ranks."""
+        settings |= {"compute_dtype": self.compute, "reduce_dtype": self.reduce}
+        return sw.Plan.of(strategy, mesh or dist.get_world_size(), **settings)
 
 
 @dataclass(frozen=True)
@@ -78,21 +75,9 @@ class Wrapped:
 Wrap = Callable[[LM, str, Precision], Wrapped]
 
 
-def draw_tokens(
-    size: Size, batch: int, length: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's inputs and targets, the same for all candidates."""
-    draw = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
-    both = torch.randint(0, size.vocab, (2, batch, length), generator=draw).to(device)
-    return both[0], both[1]
-
-
 def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
     """shardwise with the defaults of a Plan."""
-    compute, reduce = precision.compute, precision.reduce
-    mesh = dist.get_world_size()
-    plan = sw.Plan.of(strategy, mesh, compute_dtype=compute, reduce_dtype=reduce)
-    return wrap_plan(model, plan)
+    return wrap_plan(model, precision.plan(strategy))
 
 
 def wrap_plan(model: LM, plan: sw.Plan) -> Wrapped:
@@ -126,19 +111,11 @@ def wrap_dropin(model: LM, strategy: str, precision: Precision) -> Wrapped:
 def _wrap_by(
     fully_shard: Callable[..., Any], model: LM, strategy: str, precision: Precision
 ) -> Wrapped:
-    # None is torch's own choice: all but the root are resharded.
-    reshard = False if strategy == "zero2" else None
     mesh = _mesh(next(model.parameters()).device.type)
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision.policy)
+    settings = fully_shard_blocks(model, precision.plan(strategy), mesh, fully_shard)
+    settings["wrap"] = f"{fully_shard.__module__.partition('.')[0]}: {settings['wrap']}"
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
-    settings = {
-        "wrap": f"{fully_shard.__module__.partition('.')[0]}: fully_shard of each block, then the "
-        "root",
-        "reshard_after_forward": reshard,
-        "optimizer": "AdamW",
-    }
-    return Wrapped(model, optimizer, 1, settings)
+    return Wrapped(model, optimizer, 1, settings | {"optimizer": "AdamW"})
 
 
 # How a program reaches shardwise: by a Plan, or through torch's surface.

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.description.language_model import draw_tokens, make_model
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
 from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.profiling.collect import TRACED_ON_CUDA, Profile
 from shardwise.profiling.results import Row, write_json
 from shardwise.profiling.timing import Step, spread, time_idle_mark
-from shardwise.trainer.model import make_model
 
 CASES = {"gloo2": ("gloo2",), "h200": ("h200-4x2048-300GBs", "h200-1x2048-300GBs")}
 _ROUNDS = {"cpu": 12, "cuda": 48}
@@ -57,7 +57,7 @@ def _measure(family: Family, case: StepCase, rounds: int) -> Row:
     say(f"{case.name}: {rounds} times {_STEPS} steps, off and on in turn")
     with case.open_network():
         wrapped = engines.wrap_ours(make_model(case.size, family.device), "zero3", case.precision)
-        tokens = engines.draw_tokens(case.size, case.batch, case.length, family.device)
+        tokens = draw_tokens(case.size, case.batch, case.length, family.device)
         run = wrapped.step_on(*tokens)
         for _ in range(case.warmup):
             run()

@@ -45,7 +45,7 @@ def _first_wait(timeline: Timeline, rank: int, lost: int) -> Span | None:
         if segment.kind == "waiting_for_peers" and segment.span is not None:
             span = segment.span
             key = span.name, span.unit, span.phase
-            waited[key] += segment.end - segment.start
+            waited[key] += segment.duration
             if waited[key] >= 0.1 * lost:
                 return span
     return None
@@ -157,22 +157,18 @@ def _largest_gap(timeline: Timeline, rank: int) -> _Gap | None:
         near = (computed[i] for i in range(ended - 1, max(-1, ended - 101), -1))
         return next((s for s in near if s.unit and s.phase == last.phase), last)
 
-    longest = max(idle, key=_length)
+    longest = max(idle, key=lambda gap: gap.duration)
     before = last_before(longest)
     following = [span for span in computed if span.start >= longest.end]
     following = [span for span in following if span.unit] or following
     alike = (
-        _length(gap)
+        gap.duration
         for gap in idle
-        if _length(gap) > _length(longest) // 10
+        if gap.duration > longest.duration // 10
         and _unit_and_phase(last_before(gap)) == _unit_and_phase(before)
     )
     after = min(following, key=lambda span: span.start, default=None)
-    return _Gap(before, after, _length(longest), sum(alike))
-
-
-def _length(gap: Segment) -> int:
-    return gap.end - gap.start
+    return _Gap(before, after, longest.duration, sum(alike))
 
 
 def _unit_and_phase(span: Span | None) -> tuple[str, str] | None:

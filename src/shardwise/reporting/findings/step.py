@@ -67,8 +67,8 @@ def copies(timeline: Timeline, plan: Mapping[str, Any]) -> Finding | None:
     by_unit: Counter[str] = Counter()
     for segment in timeline.segments(rank):
         if segment.kind == "copies" and segment.span is not None:
-            by_name[segment.span.name] += segment.end - segment.start
-            by_unit[segment.span.unit] += segment.end - segment.start
+            by_name[segment.span.name] += segment.duration
+            by_unit[segment.span.unit] += segment.duration
     most = by_name.most_common(2)
     gathers = any(word in name for name, _ in most for word in ("gather", "out"))
     if all(name.endswith(" call") for name, _ in most):

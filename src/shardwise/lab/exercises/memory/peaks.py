@@ -10,17 +10,16 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
+from shardwise.description.language_model import LM, compute_loss
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.memory.picture import make_picture
 from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
@@ -31,11 +30,11 @@ from shardwise.lab.exercises.memory.trace import (
     thin_out,
 )
 from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.pictures import draw_memory
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw, say
-from shardwise.profiling.footprint import read_events
+from shardwise.profiling.footprint import open_profiler, read_events
 from shardwise.profiling.results import Row, print_table
-from shardwise.trainer.model import LM, compute_loss
 
 MODES = ("inference", "forward", "step")
 POINTS = 120  # of a stored curve
@@ -96,13 +95,8 @@ class MeasuredModel:
 
     def profile(self, case: ModelCase, mode: str) -> MemoryTrace:
         """The same pass under the profiler."""
-        # What the profiler says on every start is of no use here.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         before = torch.cuda.memory_allocated() if self.on_gpu else self.count_parameters()
-        with (
-            _marked(self.model, self.names),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-        ):
+        with _marked(self.model, self.names), open_profiler() as profiled:
             _, owners = self.run(case, mode)
         return read_trace(read_events(profiled), self.on_gpu, before, owners)
 
@@ -215,7 +209,7 @@ def compress(trace: MemoryTrace) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the curves, print the table."""
-    if only_draw(arguments, make_picture):
+    if only_draw(arguments, draw_memory):
         return
     quick, contexts = arguments.quick, arguments.contexts
     if quick:
@@ -247,7 +241,7 @@ def run(arguments: argparse.Namespace) -> None:
         if file.time_left() == 0.0:
             break
     if arguments.plot is not None:
-        arguments.plot.write_text(make_picture(file.rows), encoding="utf-8")
+        arguments.plot.write_text(draw_memory(file.rows), encoding="utf-8")
     _print(file.rows, file.facts["environment"])
 
 

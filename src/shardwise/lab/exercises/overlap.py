@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.description.language_model import LM, compute_loss
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.emulation.run import join_fake_group
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.models import CPU_SIZES, QUICK_CONTEXT, ModelCase, tell_device
-from shardwise.lab.exercises.overlap.picture import make_picture
+from shardwise.lab.pictures import draw_overlap
 from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.lab.steps.engines import Wrapped, wrap_plan
@@ -33,10 +34,8 @@ from shardwise.profiling.timing import (
     Step,
     mark_moment,
     seconds_between,
-    time_on_cuda,
-    time_on_host,
+    timer_on,
 )
-from shardwise.trainer.model import LM, compute_loss
 
 WARMUP, STEPS = 3, 7
 
@@ -139,13 +138,13 @@ def measure(case: ModelCase, reduce: str, ranks: int, network: Network) -> dict[
 def _time(step: Step, steps: int, on_gpu: bool) -> float:
     for _ in range(WARMUP):
         step()
-    timer = time_on_cuda if on_gpu else time_on_host(lambda: None)
+    timer = timer_on("cuda" if on_gpu else "cpu")
     return statistics.median(timer(step).step_ms for _ in range(steps))
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure plan by plan, write the JSON after each, draw the picture, print the table."""
-    if only_draw(arguments, make_picture):
+    if only_draw(arguments, draw_overlap):
         return
     tell_device()
     size = arguments.size or ("xl" if torch.cuda.is_available() else CPU_SIZES[0])
@@ -166,7 +165,7 @@ def run(arguments: argparse.Namespace) -> None:
         file.add(row)
         say(f"{size} ddp {reduce}: " + row.get("failure", f"{row.get('step_ms')} ms"))
     if arguments.plot is not None:
-        arguments.plot.write_text(make_picture(file.rows), encoding="utf-8")
+        arguments.plot.write_text(draw_overlap(file.rows), encoding="utf-8")
     _print(file.rows, file.facts)
 
 

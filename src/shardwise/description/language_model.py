@@ -1,7 +1,8 @@
-"""The transformer language model that the trainer trains and the benchmarks measure.
+"""The transformer language model that presets name, the trainer trains and the benchmarks measure.
 
 Pre-norm blocks of causal attention and a SwiGLU feed-forward; RMSNorm, rotary positions, no biases.
-A benchmark may ask for fewer or other parts of it (`Size`).
+A benchmark may ask for fewer or other parts of it (`Size`). `FeedForwardStack` is its feed-forward
+layers and nothing else.
 
 Letters of the shape suffixes: B batch, T time (sequence), D d_model, F d_ff, V vocabulary, H query
 heads, G key/value heads, K width of one head, P pairs of one head's width (K / 2).
@@ -12,12 +13,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import checkpoint as activation_checkpoint
 
+from shardwise.description.preset import Preset, Size
+from shardwise.description.workload import CHECKPOINTS, CheckpointKind
 from shardwise.kernels.attention.interface import attention
-from shardwise.trainer.sizes import CHECKPOINT_KINDS, CheckpointKind, Size
 
 IGNORED = -100  # a target with this value carries no loss
 NORM_EPS = 1e-5
@@ -112,15 +115,17 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). Not gated: two matrices, nothing between them."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, d_model: int, d_ff: int, gated: bool = True) -> None:
         super().__init__()
-        self.gate = nn.Linear(size.d_model, size.d_ff, bias=False)
-        self.up = nn.Linear(size.d_model, size.d_ff, bias=False)
-        self.down = nn.Linear(size.d_ff, size.d_model, bias=False)
+        self.gate = nn.Linear(d_model, d_ff, bias=False) if gated else None
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.up(x_BTD))
         return self.down(functional.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
@@ -130,7 +135,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
         self.attention = Attention(size, rope)
         self.feed_forward_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
-        self.feed_forward = FeedForward(size)
+        self.feed_forward = FeedForward(size.d_model, size.d_ff)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
@@ -145,9 +150,9 @@ class LM(nn.Module):
         super().__init__()
         if context < 1:
             raise ValueError(f"context must be at least 1 token, got {context}")
-        if checkpoint not in CHECKPOINT_KINDS:
+        if checkpoint not in CHECKPOINTS:
             raise ValueError(
-                f"unknown activation checkpointing {checkpoint!r}: use one of {CHECKPOINT_KINDS}"
+                f"unknown activation checkpointing {checkpoint!r}: use one of {CHECKPOINTS}"
             )
         self.size = size
         self.context = context
@@ -212,6 +217,22 @@ class LM(nn.Module):
         )
 
 
+class FeedForwardStack(nn.Module):
+    """Feed-forward layers one after the other, each added to its input or in its place."""
+
+    def __init__(self, preset: Preset) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            FeedForward(preset.d_model, preset.d_ff, preset.gated) for _ in range(preset.layers)
+        )
+        self.residual = preset.residual
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_BTD = x_BTD + layer(x_BTD) if self.residual else layer(x_BTD)
+        return x_BTD
+
+
 def make_model(
     size: Size, device: str, context: int = 4096, checkpoint: CheckpointKind = "none"
 ) -> LM:
@@ -219,6 +240,15 @@ def make_model(
     torch.manual_seed(0)
     with torch.device(device):
         return LM(size, context, checkpoint)
+
+
+def draw_tokens(
+    size: Size, batch: int, length: int, device: str | torch.device
+) -> tuple[Tensor, Tensor]:
+    """This rank's inputs and targets, the same for everybody who asks."""
+    draw = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+    both = torch.randint(0, size.vocab, (2, batch, length), generator=draw).to(device)
+    return both[0], both[1]
 
 
 def compute_loss(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:

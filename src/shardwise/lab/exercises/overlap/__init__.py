@@ -1,1 +1,0 @@
-"""`shardwise bench overlap`: data parallel with communication after, and inside, backward."""
