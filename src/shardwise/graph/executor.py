@@ -6,8 +6,9 @@ appended here, between the nodes of the model.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,14 @@ class GraphParameter:
         return self.rows.ranks == 1 and self.master == self.compute
 
 
+@dataclass(frozen=True)
+class Message:
+    """Several tensors, by their parameters' numbers, in one that is under way."""
+
+    node: Node
+    shapes: Mapping[int, tuple[int, ...]]
+
+
 class GraphUnit(ScheduledUnit):
     """A unit in a graph: numbers of its parameters, and the nodes that stand for them."""
 
@@ -67,7 +76,7 @@ class GraphUnit(ScheduledUnit):
         self.state = State.READY if self.aliased else State.FREE
         self.needed: dict[int, tuple[Any, ...]] = {}  # of this graph: the markers' arguments
         self.arriving: dict[int, Node] = {}
-        self.under_way: dict[int, Node] = {}  # what has to be waited for
+        self.under_way: Message | dict[int, Node] = {}  # what has to be waited for
         self.whole: dict[int, Node] = {}
         self.gradients: dict[int, Node] = {}  # that have come in this backward
         self.results: dict[int, Node] = {}  # what has become of them
@@ -79,7 +88,7 @@ class GraphUnit(ScheduledUnit):
 
 @dataclass(eq=False)
 class GraphReduction(Reduction):
-    scattering: dict[int, Node] = field(default_factory=dict)  # not waited for yet
+    scattering: Message | dict[int, Node] = field(default_factory=dict)  # not waited for yet
 
 
 class GraphExecutor:
@@ -96,7 +105,7 @@ class GraphExecutor:
         self.graph = Graph()
         self.together = together
         # Over replicas, not waited for: a unit's sums, and those of them that are under way.
-        self._summing: list[tuple[GraphUnit, dict[int, Node], dict[int, Node]]] = []
+        self._summing: list[tuple[GraphUnit, dict[int, Node], Message | dict[int, Node]]] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Append a call of an operator, with an example of its value."""
@@ -124,34 +133,36 @@ class GraphExecutor:
             else:
                 sent[number] = part if self.together else self._cast(part, p.compute)
         if self.together:
-            unit.under_way = self._gather_together(unit, sent)
+            self._gather_together(unit, sent)
         else:
-            for number, node in sent.items():
-                group = self._group(unit, number)
-                unit.under_way[number] = self.call(ALL_GATHER, node, *group)
+            unit.under_way = {
+                n: self.call(ALL_GATHER, node, *self._group(unit, n)) for n, node in sent.items()
+            }
 
     def _group(self, unit: GraphUnit, number: int) -> tuple[int, str]:
         p = unit.parameters[number]
         return p.rows.ranks, p.shard_group
 
-    def _gather_together(self, unit: GraphUnit, parts: dict[int, Node]) -> dict[int, Node]:
-        if not parts:
-            return {}
-        first = next(iter(parts))
-        group, dtype = self._group(unit, first), unit.parameters[first].compute
-        return self._each(parts, self.call(GATHER, list(parts.values()), *group, dtype))
+    def _gather_together(self, unit: GraphUnit, parts: dict[int, Node]) -> None:
+        if parts:
+            first = next(iter(parts))
+            group, dtype = self._group(unit, first), unit.parameters[first].compute
+            sent = self.call(GATHER, list(parts.values()), *group, dtype)
+            shapes = {n: (node.meta["val"].numel() * group[0],) for n, node in parts.items()}
+            unit.under_way = Message(sent, shapes)
 
-    def _each(self, numbers: Iterable[int], several: Node) -> dict[int, Node]:
-        """The tensors of one message."""
-        found = {n: self.call(operator.getitem, several, i) for i, n in enumerate(numbers)}
-        return found
-
-    def _wait(self, nodes: dict[int, Node]) -> dict[int, Node]:
+    def _wait(self, sent: Message | dict[int, Node]) -> dict[int, Node]:
         """What was sent, when it has arrived."""
-        if self.together and nodes:
-            self.call(ARRIVE, list(nodes.values()))
-            return nodes
-        return {n: self.call(WAIT, node) for n, node in nodes.items()}
+        if not isinstance(sent, Message):
+            return {n: self.call(WAIT, node) for n, node in sent.items()}
+        self.call(ARRIVE, sent.node)
+        found, at = {}, 0
+        for number, shape in sent.shapes.items():
+            numel = math.prod(shape)
+            piece = self.call(aten.slice.Tensor, sent.node, 0, at, at + numel)
+            found[number] = self.call(aten.view.default, piece, list(shape))
+            at += numel
+        return found
 
     def wait(self, unit: GraphUnit) -> None:
         arrived = unit.arriving | self._wait(unit.under_way)
@@ -213,14 +224,16 @@ class GraphExecutor:
         sent = {n: node for n, node in found.items() if self._moves(unit.parameters[n])}
         if self.together and sent:
             first = next(iter(sent))
-            rows = [unit.parameters[n].rows.part for n in sent]
+            rows = {n: (unit.parameters[n].rows.part,) for n in sent}
             group, dtype = self._group(unit, first), unit.parameters[first].reduce
-            together = self.call(SCATTER, list(sent.values()), rows, *group, dtype)
-            reduction.scattering = self._each(sent, together)
+            total = sum(part for (part,) in rows.values())
+            together = self.call(SCATTER, list(sent.values()), total, *group, dtype)
+            reduction.scattering = Message(together, rows)
         else:
-            for n, node in sent.items():
-                group = self._group(unit, n)
-                reduction.scattering[n] = self.call(REDUCE_SCATTER, node, "sum", *group)
+            reduction.scattering = {
+                n: self.call(REDUCE_SCATTER, node, "sum", *self._group(unit, n))
+                for n, node in sent.items()
+            }
         reduction.pending = True if sent else None
         reduction.held = Held(found)
 
@@ -248,14 +261,16 @@ class GraphExecutor:
         moved = [n for n in found if parameters[n].rows.part]
         group = next(iter(parameters.values())).replica_group
         inputs = [found[n] for n in moved]
-        summing: dict[int, Node] = {}
-        if self.together and moved:
-            dtype = parameters[moved[0]].reduce
-            summing = self._each(moved, self.call(ADD_UP, inputs, group, dtype))
-        elif moved:
-            summing = self._each(moved, self.call(ALL_REDUCES, inputs, "sum", group))
-        reduction.held = Held({**found, **summing})
-        self._summing.append((reduction.unit, {**found, **summing}, summing))
+        if not moved:
+            self._end(reduction.unit, found)
+        elif self.together:
+            sent = self.call(ADD_UP, inputs, group, parameters[moved[0]].reduce)
+            shapes = {n: tuple(found[n].meta["val"].shape) for n in moved}
+            self._summing.append((reduction.unit, found, Message(sent, shapes)))
+        else:
+            sent = self.call(ALL_REDUCES, inputs, "sum", group)
+            each = {n: self.call(operator.getitem, sent, i) for i, n in enumerate(moved)}
+            self._summing.append((reduction.unit, found, each))
 
     def add(self, reduction: GraphReduction, to: Held) -> None:
         for number, node in reduction.held.content.items():

@@ -9,7 +9,6 @@ or not grouped by a backend is so for both.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +29,16 @@ from shardwise.graph.nodes import (
 from shardwise.graph.passes.order import copy_graph
 
 _library = torch.library.Library("shardwise_sends", "DEF")
-# Parts are cast on their way into the memory that the gather fills.
-_library.define("gather(Tensor[] parts, int ranks, str group, ScalarType dtype) -> Tensor[]")
-# Gradients are cast, padded and laid rank after rank by one kernel; each rank gets `rows` elements.
+# Parts are cast on their way into the memory that the gather fills: parameter after parameter, the
+# parts of all ranks of each.
+_library.define("gather(Tensor[] parts, int ranks, str group, ScalarType dtype) -> Tensor")
+# Gradients are cast, padded and laid rank after rank by one kernel; the result is this rank's rows.
 _library.define(
-    "scatter(Tensor[] gradients, int[] rows, int ranks, str group, ScalarType dtype) -> Tensor[]"
+    "scatter(Tensor[] gradients, int rows, int ranks, str group, ScalarType dtype) -> Tensor"
 )
-_library.define("add_up(Tensor[] sums, str group, ScalarType dtype) -> Tensor[]")
-# Nothing is written; but whoever reads them afterwards must come afterwards.
-_library.define("arrive(Tensor(a!)[] sent) -> ()")
+_library.define("add_up(Tensor[] sums, str group, ScalarType dtype) -> Tensor")
+# Nothing is written; but whoever reads it afterwards must come afterwards.
+_library.define("arrive(Tensor(a!) sent) -> ()")
 
 GATHER = torch.ops.shardwise_sends.gather.default
 SCATTER = torch.ops.shardwise_sends.scatter.default
@@ -59,38 +59,38 @@ class _Sent:
 _under_way: dict[int, _Sent] = {}  # by the memory that the first tensor fills
 
 
-def _gather(parts: list[Tensor], ranks: int, name: str, dtype: torch.dtype) -> list[Tensor]:
+def _gather(parts: list[Tensor], ranks: int, name: str, dtype: torch.dtype) -> Tensor:
     group = groups[name]
     flat = parts[0].new_empty(sum(p.numel() for p in parts) * ranks, dtype=dtype)
-    outputs = list(flat.split([part.numel() * ranks for part in parts]))
+    outputs = flat.split([part.numel() * ranks for part in parts])
     own = [output.view(ranks, -1)[group.rank] for output in outputs]
     foreach_copy_(own, parts)
-    _under_way[flat.data_ptr()] = _Sent(group.all_gather_all(outputs, own))
-    return outputs
+    return _start(flat, group.all_gather_all(outputs, own))
 
 
 def _scatter(
-    gradients: list[Tensor], rows: list[int], ranks: int, name: str, dtype: torch.dtype
-) -> list[Tensor]:
-    slot = gradients[0].new_empty((ranks, sum(rows)), dtype=dtype)
+    gradients: list[Tensor], rows: int, ranks: int, name: str, dtype: torch.dtype
+) -> Tensor:
+    slot = gradients[0].new_empty((ranks, rows), dtype=dtype)
     chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
-    mine = slot.new_empty(sum(rows))
-    handle = groups[name].reduce_scatter(mine, slot.view(-1))
-    _under_way[mine.data_ptr()] = _Sent(handle, slot)
-    return list(mine.split(rows))
+    mine = slot.new_empty(rows)
+    return _start(mine, groups[name].reduce_scatter(mine, slot.view(-1)), slot)
 
 
-def _add_up(sums: list[Tensor], name: str, dtype: torch.dtype) -> list[Tensor]:
+def _add_up(sums: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
     flat = sums[0].new_empty((1, sum(each.numel() for each in sums)), dtype=dtype)
     chunk_cat([each.view(1) if each.dim() == 0 else each for each in sums], 1, flat)
     flat = flat.view(-1)
-    _under_way[flat.data_ptr()] = _Sent(groups[name].all_reduce(flat))
-    pieces = flat.split([each.numel() for each in sums])
-    return [piece.view(each.shape) for piece, each in zip(pieces, sums, strict=True)]
+    return _start(flat, groups[name].all_reduce(flat))
 
 
-def _arrive(sent: list[Tensor]) -> None:
-    found = _under_way.pop(sent[0].data_ptr(), None)
+def _start(output: Tensor, handle: Handle, reads: Tensor | None = None) -> Tensor:
+    _under_way[output.data_ptr()] = _Sent(handle, reads)
+    return output
+
+
+def _arrive(sent: Tensor) -> None:
+    found = _under_way.pop(sent.data_ptr(), None)
     if found is not None:
         found.handle.wait()
 
@@ -103,24 +103,22 @@ for _name, _kernel in (
 
 
 @torch.library.register_fake("shardwise_sends::gather", lib=_library)
-def _(parts: list[Tensor], ranks: int, group: str, dtype: torch.dtype) -> list[Tensor]:
-    return [part.new_empty(part.numel() * ranks, dtype=dtype) for part in parts]
+def _(parts: list[Tensor], ranks: int, group: str, dtype: torch.dtype) -> Tensor:
+    return parts[0].new_empty(sum(part.numel() for part in parts) * ranks, dtype=dtype)
 
 
 @torch.library.register_fake("shardwise_sends::scatter", lib=_library)
-def _(
-    gradients: list[Tensor], rows: list[int], ranks: int, group: str, dtype: torch.dtype
-) -> list[Tensor]:
-    return [gradients[0].new_empty(each, dtype=dtype) for each in rows]
+def _(gradients: list[Tensor], rows: int, ranks: int, group: str, dtype: torch.dtype) -> Tensor:
+    return gradients[0].new_empty(rows, dtype=dtype)
 
 
 @torch.library.register_fake("shardwise_sends::add_up", lib=_library)
-def _(sums: list[Tensor], group: str, dtype: torch.dtype) -> list[Tensor]:
-    return [each.new_empty(each.shape, dtype=dtype) for each in sums]
+def _(sums: list[Tensor], group: str, dtype: torch.dtype) -> Tensor:
+    return sums[0].new_empty(sum(each.numel() for each in sums), dtype=dtype)
 
 
 @torch.library.register_fake("shardwise_sends::arrive", lib=_library)
-def _(sent: list[Tensor]) -> None:
+def _(sent: Tensor) -> None:
     return None
 
 
@@ -144,27 +142,32 @@ def _replace(graph: Graph, node: Node) -> None:
     inputs = list(given) if several else [given]
     values = node.meta["val"] if several else [node.meta["val"]]
     ranks, dtype = groups[name].size, values[0].dtype
+    numels = [value.numel() for value in values]
     args: tuple[Any, ...] = (inputs, name, dtype)
     if kind == "all_gather":
         args = (inputs, ranks, name, dtype)
     elif kind == "reduce_scatter":
-        args = (inputs, [value.numel() for value in values], ranks, name, dtype)
-    with graph.inserting_before(node):
-        sent = graph.call_function(_SENDS[kind], args)
-        sent.meta["val"] = list(values)
-        tensors = []
-        for i, value in enumerate(values):
-            tensor = graph.call_function(operator.getitem, (sent, i))
-            tensor.meta["val"] = value
-            tensors.append(tensor)
-    waits: list[tuple[Node, int]] = []
+        args = (inputs, sum(numels), ranks, name, dtype)
     each: dict[Node, Any] = {u: u.args[1] for u in node.users} if several else {node: 0}
-    for source, i in each.items():
-        waits += [(user, i) for user in source.users if is_wait(user)]
+    waits = [(user, i) for source, i in each.items() for user in source.users if is_wait(user)]
     places = {n: at for at, n in enumerate(graph.nodes)}
     first = min((wait for wait, _ in waits), key=places.__getitem__)
+
+    def call(target: Any, *args: Any) -> Node:
+        made = graph.call_function(target, args)
+        known = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+        made.meta["val"] = target(*known)
+        return made
+
+    with graph.inserting_before(node):
+        sent = call(_SENDS[kind], *args)
     with graph.inserting_before(first):
-        graph.call_function(ARRIVE, (tensors,)).meta["val"] = None
+        call(ARRIVE, sent)
+        tensors, at = [], 0
+        for value, numel in zip(values, numels, strict=True):
+            piece = call(torch.ops.aten.slice.Tensor, sent, 0, at, at + numel)
+            tensors.append(call(torch.ops.aten.view.default, piece, list(value.shape)))
+            at += numel
     for wait, i in waits:
         wait.replace_all_uses_with(tensors[i])
         graph.erase_node(wait)
