@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -60,6 +60,16 @@ class Structure:
             self._record(model)
 
 
+class StandIn(Protocol):
+    """Runs a model in the place of the engine's hooks."""
+
+    def hang(self) -> None:
+        """From now on, again."""
+
+    def unhang(self) -> None:
+        """No longer: the hooks do."""
+
+
 class Engine:
     """One sharded model on this rank."""
 
@@ -85,6 +95,7 @@ class Engine:
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
+        self.stand_in: StandIn | None = None  # compiled graphs, where they run the model
         checks.mark(self)
         if not any(unit.parameters.master.is_meta for unit in units):
             self._prepare()
@@ -127,9 +138,9 @@ class Engine:
         if message is not None:
             warnings.warn(message, stacklevel=3)
 
-    def compare_counts(self, count: int) -> None:
+    def compare_counts(self, count: int) -> bool:
         """Before a step's micro-batches: ranks compare how many each runs, and the order of their
-        last forward.
+        last forward. True if some replica runs none.
         """
         order, agreement = self.schedule.forward_order.names, self.agreement
         inside = self.mesh.shard.exchange((count, digest(order)))
@@ -139,6 +150,7 @@ class Engine:
         if len(set(chain.from_iterable(per_replica))) > 1:
             agreement.check_counts(per_replica)
         self._compare_values()
+        return any(0 in counts for counts in per_replica)
 
     def _compare_values(self) -> None:
         if not self.agreement.compared_values:
@@ -382,11 +394,14 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     engine.forget_interrupted()
     items = list(batches)
     total = len(items)
-    engine.compare_counts(total)
+    # Nothing can be added to the messages of a graph by who runs none: all go by the hooks.
+    stand_in = engine.stand_in if engine.compare_counts(total) else None
     if total == 0:
         engine.run_nothing()
         return
     ran = 0
+    if stand_in is not None:
+        stand_in.unhang()
     try:
         for i, item in enumerate(items):
             engine.schedule.micro = (i, total)
@@ -400,6 +415,8 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
             ran += 1
     finally:
         engine.schedule.micro = None
+        if stand_in is not None:
+            stand_in.hang()
         if ran < total:
             engine.interrupt(
                 f"{ran} of {total} micro-batches ran; gradients are not reduced, and were dropped. "

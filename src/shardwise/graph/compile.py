@@ -27,7 +27,7 @@ from shardwise.graph import torch_private
 from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering, replace_graph
 from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
-from shardwise.graph.runtime import groups, send_by_groups
+from shardwise.graph.runtime import know, send_by_groups
 from shardwise.graph.trace import Inputs, Whole, call_marked
 from shardwise.planning.plan import Plan
 
@@ -143,6 +143,7 @@ class CompiledModel:
 
     def hang(self) -> None:
         """Take the engine's hooks off, and stand in the place of the model's call."""
+        self.engine.stand_in = self
         for node in self._nodes:
             node.unhang()
             if node.input_dtype is not None and not node.is_root:
@@ -163,6 +164,7 @@ class CompiledModel:
 
     def _fall_back(self, why: str) -> None:
         self.unhang()
+        self.engine.stand_in = None
         warnings.warn(
             f"{type(self.model).__name__} is run by the engine's hooks, not as graphs: {why}",
             stacklevel=4,
@@ -270,10 +272,7 @@ class CompiledModel:
         if len(self._parts) != len(units) or not all(parts.current for parts in self._parts):
             self._parts = [_Parts(unit) for unit in units]
             self._facts = [fact for unit in units for fact in facts_of(unit)]
-            for unit in units:
-                for group in (unit.mesh.shard, unit.mesh.replicate):
-                    if group.group is not None:
-                        groups[group.group.group_name] = group
+            know(self.engine)
         for parts in self._parts:
             parts.follow_requires_grad()
 

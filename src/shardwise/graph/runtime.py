@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from shardwise.engine.collectives import Group, Handle
+from shardwise.engine.engine import Engine
+from shardwise.engine.executor import Lane
 from shardwise.engine.torch_private import chunk_cat, foreach_copy_
 from shardwise.graph.nodes import (
     ALL_GATHERS,
@@ -45,54 +47,86 @@ SCATTER = torch.ops.shardwise_sends.scatter.default
 ADD_UP = torch.ops.shardwise_sends.add_up.default
 ARRIVE = torch.ops.shardwise_sends.arrive.default
 
-groups: dict[str, Group] = {}  # by the names that torch.distributed gives them
+
+@dataclass(frozen=True)
+class Path:
+    """A group, and the engine's lane beside compute that its messages are packed and sent on."""
+
+    group: Group
+    lane: Lane
+
+
+# By the names that torch.distributed gives the groups.
+gathers: dict[str, Path] = {}
+sums: dict[str, Path] = {}
+
+
+def know(engine: Engine) -> None:
+    """Send over an engine's groups from now on."""
+    executor = engine.executor
+    for unit in engine.units:
+        shard, replicate = unit.mesh.shard, unit.mesh.replicate
+        if shard.group is not None:
+            gathers[shard.group.group_name] = Path(shard, executor.gathers)
+            sums[shard.group.group_name] = Path(shard, executor.scatters)
+        if replicate.group is not None:
+            sums[replicate.group.group_name] = Path(replicate, executor.replicas)
 
 
 @dataclass(eq=False)
 class _Sent:
-    """A message under way, and the memory that it reads."""
+    """A message under way: what compute waits for, and the memory that it reads until then."""
 
+    path: Path
     handle: Handle
-    reads: Tensor | None = None
+    reads: Any
 
 
 _under_way: dict[int, _Sent] = {}  # by the memory that the first tensor fills
 
 
 def _gather(parts: list[Tensor], ranks: int, name: str, dtype: torch.dtype) -> Tensor:
-    group = groups[name]
+    path = gathers[name]
     flat = parts[0].new_empty(sum(p.numel() for p in parts) * ranks, dtype=dtype)
     outputs = flat.split([part.numel() * ranks for part in parts])
-    own = [output.view(ranks, -1)[group.rank] for output in outputs]
-    foreach_copy_(own, parts)
-    return _start(flat, group.all_gather_all(outputs, own))
+    own = [output.view(ranks, -1)[path.group.rank] for output in outputs]
+    with path.lane.behind_compute:
+        foreach_copy_(own, parts)
+        return _start(flat, path, path.group.all_gather_all(outputs, own))
 
 
 def _scatter(
     gradients: list[Tensor], rows: int, ranks: int, name: str, dtype: torch.dtype
 ) -> Tensor:
-    slot = gradients[0].new_empty((ranks, rows), dtype=dtype)
-    chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
-    mine = slot.new_empty(rows)
-    return _start(mine, groups[name].reduce_scatter(mine, slot.view(-1)), slot)
+    path = sums[name]
+    mine = gradients[0].new_empty(rows, dtype=dtype)
+    with path.lane.behind_compute:
+        slot = mine.new_empty((ranks, rows))
+        chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
+        handle = path.group.reduce_scatter(mine, slot.view(-1))
+        return _start(mine, path, handle, (slot, gradients))
 
 
-def _add_up(sums: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    flat = sums[0].new_empty((1, sum(each.numel() for each in sums)), dtype=dtype)
-    chunk_cat([each.view(1) if each.dim() == 0 else each for each in sums], 1, flat)
-    flat = flat.view(-1)
-    return _start(flat, groups[name].all_reduce(flat))
+def _add_up(terms: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    path = sums[name]
+    flat = terms[0].new_empty(sum(each.numel() for each in terms), dtype=dtype)
+    with path.lane.behind_compute:
+        chunk_cat([t.view(1) if t.dim() == 0 else t for t in terms], 1, flat.view(1, -1))
+        return _start(flat, path, path.group.all_reduce(flat), terms)
 
 
-def _start(output: Tensor, handle: Handle, reads: Tensor | None = None) -> Tensor:
-    _under_way[output.data_ptr()] = _Sent(handle, reads)
+def _start(output: Tensor, path: Path, handle: Handle, reads: Any = None) -> Tensor:
+    if path.lane.ordered:
+        handle.wait()
+        handle = path.lane.mark()
+    _under_way[output.data_ptr()] = _Sent(path, handle, reads)
     return output
 
 
 def _arrive(sent: Tensor) -> None:
     found = _under_way.pop(sent.data_ptr(), None)
     if found is not None:
-        found.handle.wait()
+        found.path.lane.join(found.handle)
 
 
 for _name, _kernel in (
@@ -129,7 +163,7 @@ def send_by_groups(graph: Graph) -> Graph:
     """A copy in which collectives over known groups are one operator a message, and one wait."""
     graph, _ = copy_graph(graph)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in KINDS and group_of(node) in groups:
+        if node.op == "call_function" and node.target in KINDS and group_of(node) in sums:
             _replace(graph, node)
     graph.lint()
     return graph
@@ -141,7 +175,7 @@ def _replace(graph: Graph, node: Node) -> None:
     given: Any = node.args[0]
     inputs = list(given) if several else [given]
     values = node.meta["val"] if several else [node.meta["val"]]
-    ranks, dtype = groups[name].size, values[0].dtype
+    ranks, dtype = sums[name].group.size, values[0].dtype
     numels = [value.numel() for value in values]
     args: tuple[Any, ...] = (inputs, name, dtype)
     if kind == "all_gather":
