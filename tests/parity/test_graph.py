@@ -55,7 +55,9 @@ class GraphCase:
 
     def __str__(self) -> str:
         words = [self.plan, *map(str, self.micro), *map(str, self.settings.values())]
-        return "-".join([*words, *(["recompute"] if self.recompute else []), *map(str, self.compile)])
+        return "-".join(
+            [*words, *(["recompute"] if self.recompute else []), *map(str, self.compile)]
+        )
 
 
 BF16 = {"compute_dtype": "bfloat16", "reduce_dtype": "float32"}

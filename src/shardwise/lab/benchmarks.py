@@ -77,7 +77,7 @@ STEP = Benchmark(
         Option("--against", {"choices": ["torch"], "default": "torch",
                              "help": "the peer (default: torch)"}),
         _JSON,
-        list_names("--cases", "case", ("fake8", "gloo2", "h200")),
+        list_names("--cases", "case", ("fake8", "gloo2", "h200", "graph")),
         list_names("--strategies", "strategy", ("zero3", "zero2", "ddp"), None,
                "of zero3, zero2, ddp; default: all that a case has"),
         Option("--through", {"choices": ["plan", "fully_shard"], "default": "plan",
@@ -95,6 +95,8 @@ cases:
           Both must agree to 1e-5 after three steps, else nothing is timed
   h200    GPU, 0.95 B parameters in bf16, one rank of an emulated 8-rank group, three networks.
           Skipped without a CUDA device; its figures are labelled `emulated`
+  graph   GPU, the same model as compiled graphs (sw.compile) against fully_shard over compiled
+          blocks; skipped without a CUDA device
 
 Both engines train the same model on the same inputs with the same fused AdamW, in turn, in one run;
 figures are medians, with the interquartile range after +-. Ratios are shardwise over torch: below 1

@@ -36,6 +36,7 @@ class StepCase:
     precision: Precision = OWN
     network: Network | None = None  # emulated, if any
     through: str = "plan"  # how shardwise is used (engines.OURS)
+    blocks: int = 5  # on a GPU: how often each candidate is built and timed
 
     def quick(self) -> StepCase:
         """The same path in seconds; its figures mean nothing."""
@@ -94,6 +95,17 @@ FAMILIES: dict[str, Family] = {
         ),
         backend="fake", world=8, processes=1, device="cuda",
     ),
+    # Compiling takes longer than timing: each candidate is built twice.
+    "graph": Family(
+        tuple(
+            StepCase(
+                f"graph-{batch}x2048-{label}", BENCH, batch, 2048, ("zero3",), steps=16, warmup=3,
+                precision=MIXED, network=NETWORKS[label], through="compile", blocks=2,
+            )
+            for batch, label in ((4, "300GBs"), (1, "free"), (4, "free"))
+        ),
+        backend="fake", world=8, processes=1, device="cuda",
+    ),
 }  # fmt: skip
 
 
@@ -114,7 +126,7 @@ class StepChoice:
                 case = case.quick()
             if self.steps is not None:
                 case = dataclasses.replace(case, steps=self.steps)
-            if self.through != "plan":
+            if self.through != "plan" and case.through != "compile":
                 # torch's surface has no data parallel without shards.
                 sharding = tuple(name for name in case.strategies if name != "ddp")
                 case = dataclasses.replace(case, through=self.through, strategies=sharding)

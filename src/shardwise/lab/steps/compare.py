@@ -29,7 +29,6 @@ from shardwise.profiling.timing import Sample, Side, Step
 SIDES = ("ours", "theirs")
 TOLERANCE = 1e-5
 PARITY_STEPS = 3
-BLOCKS = 5  # on a GPU: how often each candidate is built and timed
 LEFT_OVER = 2**28  # bytes that may stay on the device between them without a word
 
 
@@ -144,7 +143,7 @@ def _measure_on_cpu(
 def _measure_on_gpu(
     family: Family, case: StepCase, strategy: str, emulation: Emulation | None
 ) -> Measured:
-    """The candidates take turns on the device: build, warm up, time, free, BLOCKS times each. In
+    """The candidates take turns on the device: build, warm up, time, free, some times each. In
     every block steps are timed with the host in them, then as many with the host ahead.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in _wraps(case)}
@@ -154,11 +153,11 @@ def _measure_on_gpu(
         "peak_bytes": "torch.cuda.max_memory_allocated over a step, less what was there before",
         "reserved_bytes": "torch.cuda.max_memory_reserved over a step, less what was there before",
         "device_ms": "by the device's clock, with the host a step ahead",
-        "blocks": BLOCKS,
+        "blocks": case.blocks,
     }
     collectives: dict[str, int] = {}
     tokens = draw_tokens(case.size, case.batch, case.length, family.device)
-    for _ in range(BLOCKS):
+    for _ in range(case.blocks):
         for name, wrap in _wraps(case).items():
             left = footprint.free_device()
             held = torch.cuda.memory_reserved()
@@ -168,7 +167,7 @@ def _measure_on_gpu(
                 )
             candidate = _build(family, case, strategy, wrap)
             step = candidate.step_on(*tokens)
-            rounds = math.ceil(case.steps / BLOCKS)
+            rounds = math.ceil(case.steps / case.blocks)
             taken = timing.alternate({name: step}, rounds, case.warmup, timing.time_on_cuda)
             samples[name] += taken[name]
             if emulation is not None:
@@ -196,7 +195,7 @@ def _measure_on_gpu(
 
 
 def _wraps(case: StepCase) -> dict[str, Wrap]:
-    return {"ours": engines.OURS[case.through], "theirs": engines.wrap_theirs}
+    return {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
 
 
 def _build(family: Family, case: StepCase, strategy: str, wrap: Wrap) -> Wrapped:

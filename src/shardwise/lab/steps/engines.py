@@ -80,10 +80,12 @@ def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
     return wrap_plan(model, precision.plan(strategy))
 
 
-def wrap_plan(model: LM, plan: sw.Plan) -> Wrapped:
+def wrap_plan(
+    model: LM, plan: sw.Plan, shard: Callable[[LM, sw.Plan], object] | None = None
+) -> Wrapped:
     """shardwise, and the optimizer on flat local buffers."""
     plan = plan.resolve(model)
-    sw.shard(model, plan)
+    (shard or sw.shard)(model, plan)
     optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
     settings = {
         "plan": dataclasses.asdict(dataclasses.replace(plan, units=None)),
@@ -91,6 +93,19 @@ def wrap_plan(model: LM, plan: sw.Plan) -> Wrapped:
         "optimizer": "local(AdamW)",
     }
     return Wrapped(model, optimizer, plan.world, settings)
+
+
+def wrap_compiled(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """shardwise's compiled graphs, with the defaults of a Plan."""
+    return wrap_plan(model, precision.plan(strategy), sw.compile)
+
+
+def wrap_theirs_compiled(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """torch's engine over compiled blocks, which is how it is used with torch.compile."""
+    for block in model.layers:
+        block.compile()
+    wrapped = wrap_theirs(model, strategy, precision)
+    return dataclasses.replace(wrapped, settings=wrapped.settings | {"blocks": "torch.compile"})
 
 
 def wrap_theirs(model: LM, strategy: str, precision: Precision) -> Wrapped:
@@ -118,8 +133,9 @@ def _wrap_by(
     return Wrapped(model, optimizer, 1, settings | {"optimizer": "AdamW"})
 
 
-# How a program reaches shardwise: by a Plan, or through torch's surface.
-OURS = {"plan": wrap_ours, "fully_shard": wrap_dropin}
+# How a program reaches shardwise: by a Plan, through torch's surface, or as compiled graphs.
+OURS = {"plan": wrap_ours, "fully_shard": wrap_dropin, "compile": wrap_compiled}
+THEIRS = {"plan": wrap_theirs, "fully_shard": wrap_theirs, "compile": wrap_theirs_compiled}
 
 
 _meshes: dict[str, DeviceMesh] = {}
