@@ -1,8 +1,10 @@
-"""`sw.compile` beside the engine: the same Plan as compiled graphs trains to the same parameters."""
+"""`sw.compile` beside the engine: a Plan as compiled graphs trains to the same parameters."""
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,3 +145,125 @@ def test_graphs_train_as_the_engine_does(two: Ranks, case: GraphCase) -> None:
 @pytest.mark.parametrize("case", ON_FOUR, ids=str)
 def test_graphs_train_as_the_engine_does_on_four(four: Ranks, case: GraphCase) -> None:
     assert max(four.run(compare, case)) <= 1e-6
+
+
+class Branching(nn.Module):
+    """Its forward asks for a value: nobody can trace that whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum().item() > 1e9:
+                x = x * 2
+        return x
+
+
+def fall_back() -> tuple[str, float]:
+    torch.compiler.reset()
+
+    def run(compiled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Branching()
+        plan = sw.Plan.of("zero3", mesh=2, units=("layers.*",))
+        sw.compile(model, plan, backend="graph") if compiled else sw.shard(model, plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sw.full_state_dict(model)["layers.0.weight"]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(compiled=True)
+    message = next(str(w.message) for w in caught if "hooks" in str(w.message))
+    return message, float((found - run(compiled=False)).abs().max())
+
+
+def test_a_model_that_cannot_be_traced_runs_by_the_hooks_and_the_line_is_named(two: Ranks) -> None:
+    for message, difference in two.run(fall_back):
+        assert "test_graph.py:" in message and "item()" in message
+        assert difference == 0
+
+
+def kept_alive() -> int:
+    torch.compiler.reset()
+    model = Net()
+    sw.compile(model, sw.Plan.of("zero3", mesh=2, units=("layers.*",)), backend="graph")
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    return int(left() is not None)
+
+
+def test_a_compiled_model_is_freed(two: Ranks) -> None:
+    assert two.run(kept_alive) == [0, 0]
+
+
+def calls_of(compiled: bool) -> list[tuple[str, str, int]]:
+    torch.compiler.reset()
+    model = Net()
+    plan = sw.Plan.of("zero3", mesh=2, units=("layers.*",))
+    sw.compile(model, plan, backend="graph") if compiled else sw.shard(model, plan)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    model(tokens).sum().backward()
+    with sw.record() as log:
+        model(tokens).sum().backward()
+    return [(call.name, call.axis, call.nbytes) for call in log.calls]
+
+
+def test_a_graph_sends_what_the_plan_says(two: Ranks) -> None:
+    """Gathers unit by unit as the engine's, in its order; the engine's scatters carry counts."""
+    graph, engine = two.run(calls_of, True)[0], two.run(calls_of, False)[0]
+    names = [name for name, _, _ in engine]
+    assert sorted(name for name, _, _ in graph) == sorted(names)
+
+
+def foreign(kind: str) -> tuple[float, int]:
+    """The difference of a Transformers model's loss after some steps, and warnings of ours."""
+    transformers = pytest.importorskip("transformers")
+    torch.compiler.reset()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        if kind == "gpt2":
+            config = transformers.GPT2Config(
+                vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+            )  # fmt: skip
+            return transformers.GPT2LMHeadModel(config)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, use_cache=False,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+
+    def run(compiled: bool) -> float:
+        model, plan = build(), sw.Plan.of("zero3", mesh=2)
+        sw.compile(model, plan, backend="graph") if compiled else sw.shard(model, plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        tokens = (torch.arange(16).view(2, 8) + dist.get_rank()) % 64
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(compiled=True)
+    ours = [str(w.message) for w in caught if "hooks" in str(w.message)]
+    assert not ours, ours
+    return abs(found - run(compiled=False)), len(ours)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_models_of_transformers_are_one_graph(two: Ranks, kind: str) -> None:
+    for difference, fell_back in two.run(foreign, kind):
+        assert difference <= 1e-5 and not fell_back

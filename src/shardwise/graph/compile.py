@@ -28,7 +28,7 @@ from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering, replace_graph
 from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
 from shardwise.graph.runtime import know, send_by_groups
-from shardwise.graph.trace import Inputs, Whole, call_marked
+from shardwise.graph.trace import Inputs, Whole, traceable
 from shardwise.planning.plan import Plan
 
 BACKENDS = ("inductor", "graph")
@@ -135,9 +135,12 @@ class CompiledModel:
         self._held: list[Tensor | None] | None = None  # sums of this step's earlier micro-batches
         self._whole: list[Tensor] | None = None  # parameters that stay whole over the step
         self._sinks: list[Tensor] | None = None
-        self._agreed = False
+        self._agreed = False  # all ranks run graphs
+        self._asked = False  # and have asked each other, in the call that runs
         self.summaries: list[PassSummary] = []  # what the passes did to the last graphs
-        self._run = torch.compile(self._trace, backend=self._compile, fullgraph=True, **options)
+        self._options = options
+        # Compiled, by what the micro-batch is: torch keeps few variants of one function.
+        self._runs: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
     # From the hooks to the graphs, and back
 
@@ -173,24 +176,47 @@ class CompiledModel:
     # A pass
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        engine.begin_forward(self)  # type: ignore[arg-type]
-        self._follow()
-        reason = self._why_not()
-        if reason is None:
+        for rehearsed in (False, True):
+            self._asked = False
+            self.engine.begin_forward(self)  # type: ignore[arg-type]
+            self._follow()
+            never = self._why_not()
+            why = never or ""
             try:
-                return self._forward(args, kwargs)
+                if never is None:
+                    return self._forward(args, kwargs)
             except torch_private.trace_errors() as error:
                 if self._agreed:
                     raise
                 place = torch_private.place_of(error)
-                reason = f"torch.compile cannot trace {place or 'it'} ({_first_line(error)})"
+                why = f"torch.compile cannot trace {place or 'it'} ({_first_line(error)})"
+            except BaseException:
+                self.engine.reset()
+                raise
             finally:
-                engine.forward_root = engine.hold = None
-        engine.forward_root = engine.hold = None
-        self._agree(reason)
-        self._fall_back(reason)
+                self.engine.forward_root = self.engine.hold = None
+            if not self._asked:
+                self.engine.agreement.everybody(why)
+            if never is not None or rehearsed:
+                break
+            self._rehearse(args, kwargs)
+        self._fall_back(why)
         return self.model(*args, **kwargs)
+
+    def _rehearse(self, args: Any, kwargs: Any) -> None:
+        """Run the model once by the hooks: what happens in a first call only, a warning that is
+        said once, a table that is made when it is needed, is over then.
+        """
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        device = self.engine.mesh.device
+        self.unhang()
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                self.model(*args, **kwargs)
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        finally:
+            self.hang()
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
         root = next(node for node in self._nodes if node.is_root)
@@ -208,8 +234,8 @@ class CompiledModel:
             None if ends else self._sinks,
             self._held if ends and trains else None,
         )
-        with self._hidden():
-            output, whole = self._run(given, keeps, args, kwargs)
+        with self._hidden(), torch_private.without_loggers():
+            output, whole = self._variant(given, keeps)(given, args, kwargs)
         if keeps:
             self._whole = whole
         if root.output_dtype is not None:
@@ -227,12 +253,16 @@ class CompiledModel:
         policy = self.engine.policy
         return not policy.frees_in_pass
 
-    def _trace(
-        self, given: Inputs, returns_whole: bool, args: Any, kwargs: Any
-    ) -> tuple[Any, list[Tensor]]:
-        """What is traced."""
-        output, found = call_marked(self._whole_model, self._facts, given, args, kwargs)
-        return output, [tensor.detach() for tensor in found] if returns_whole else []
+    def _variant(self, given: Inputs, keeps: bool) -> Callable[..., Any]:
+        kind = (torch.is_grad_enabled(), given.whole is None, given.sinks is None,
+                given.held is None, keeps)  # fmt: skip
+        if kind not in self._runs:
+            traced = traceable(self._whole_model, self._facts, keeps)
+            backend = _Backend(self)
+            self._runs[kind] = torch.compile(
+                traced, backend=backend, fullgraph=True, **self._options
+            )
+        return self._runs[kind]
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
@@ -273,6 +303,7 @@ class CompiledModel:
             self._parts = [_Parts(unit) for unit in units]
             self._facts = [fact for unit in units for fact in facts_of(unit)]
             know(self.engine)
+            self._runs = {}
         for parts in self._parts:
             parts.follow_requires_grad()
 
@@ -296,39 +327,14 @@ class CompiledModel:
             sinks.append(sink.detach().requires_grad_(leaf.requires_grad))
         return sinks
 
-    # The backend of torch.compile
+    # What the backend asks
 
-    def _lowering(self) -> Lowering:
+    def lowering(self) -> Lowering:
         trains = torch.is_grad_enabled()
         scatters, all_reduces = self.engine.schedule.sync_now if trains else (True, True)
         return Lowering(self._facts, self.plan, scatters, all_reduces, self.passes is None)
 
-    def _compile(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        lowering = self._lowering()
-
-        def partition(
-            joint: GraphModule, inputs: Sequence[Any], **given: Any
-        ) -> tuple[GraphModule, GraphModule]:
-            lowering.tag(joint.graph)
-            forward, backward = torch_private.cut_joint_graph(joint, inputs, self.inductor, **given)
-            graphs = self._improve(
-                lowering.forward(forward.graph), lowering.backward(backward.graph)
-            )
-            return replace_graph(forward, graphs[0]), replace_graph(backward, graphs[1])
-
-        def whole(module: GraphModule) -> GraphModule:
-            return replace_graph(module, lowering.forward(module.graph))
-
-        def finish(module: GraphModule, is_backward: bool) -> GraphModule:
-            if not is_backward:
-                self._agree(None)
-            return replace_graph(module, send_by_groups(module.graph))
-
-        return torch_private.compile_graphs(
-            module, inputs, partition=partition, whole=whole, finish=finish, inductor=self.inductor
-        )
-
-    def _improve(self, forward: Graph, backward: Graph) -> tuple[Graph, Graph]:
+    def improve(self, forward: Graph, backward: Graph) -> tuple[Graph, Graph]:
         if not self.passes:
             return forward, backward
         options = self.passes if isinstance(self.passes, PassOptions) else PassOptions()
@@ -336,15 +342,54 @@ class CompiledModel:
         forward, backward, self.summaries = run_passes(forward, backward, options, passes=names)
         return forward, backward
 
-    def _agree(self, reason: str | None) -> None:
+    def agree(self) -> None:
         """Before the first graph runs: if some rank cannot trace its model, none runs graphs."""
         if self._agreed:
             return
+        self._asked = True
+        said = [why for why in self.engine.agreement.everybody(None) if why is not None]
+        if said:
+            raise RuntimeError(f"on another rank: {said[0]}")
         self._agreed = True
-        said = [each for each in self.engine.agreement.everybody(reason) if each is not None]
-        if said and reason is None:
-            self._agreed = False
-            raise RuntimeError(said[0])
+
+
+class _Backend:
+    """What torch.compile hands a traced model to. torch keeps it where Python's collector cannot
+    look, so it holds the model by a weak reference.
+    """
+
+    def __init__(self, compiled: CompiledModel) -> None:
+        self._compiled = weakref.ref(compiled)
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled = self._compiled
+        model = compiled()
+        assert model is not None
+        lowering, inductor = model.lowering(), model.inductor
+
+        def partition(
+            joint: GraphModule, inputs: Sequence[Any], **given: Any
+        ) -> tuple[GraphModule, GraphModule]:
+            lowering.tag(joint.graph)
+            forward, backward = torch_private.cut_joint_graph(joint, inputs, inductor, **given)
+            graphs = lowering.forward(forward.graph), lowering.backward(backward.graph)
+            model = compiled()
+            assert model is not None
+            graphs = model.improve(*graphs)
+            return replace_graph(forward, graphs[0]), replace_graph(backward, graphs[1])
+
+        def whole(module: GraphModule) -> GraphModule:
+            return replace_graph(module, lowering.forward(module.graph))
+
+        def finish(module: GraphModule, is_backward: bool) -> GraphModule:
+            model = compiled()
+            if model is not None and not is_backward:
+                model.agree()
+            return replace_graph(module, send_by_groups(module.graph))
+
+        return torch_private.compile_graphs(
+            module, inputs, partition=partition, whole=whole, finish=finish, inductor=inductor
+        )
 
 
 def facts_of(unit: Unit) -> Iterator[GraphParameter]:

@@ -5,7 +5,9 @@ No other file of this room touches one (`tests/unit/test_torch_private.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,3 +141,17 @@ def place_of(error: BaseException) -> str:
     """The line of the user's program that an error of tracing is about; empty if it says none."""
     stack = list(getattr(error, "real_stack", None) or ())
     return f"{stack[-1].filename}:{stack[-1].lineno}, `{stack[-1].line}`" if stack else ""
+
+
+def without_loggers() -> AbstractContextManager[Any]:
+    """Tracing leaves out what a model's forward tells a logger, as torch.export does. Without it
+    such a call (Transformers' say something once) breaks the graph.
+    """
+    from torch._dynamo import config
+
+    new = hasattr(config, "ignore_logging_functions")
+    methods = {method for method in vars(logging.Logger).values() if callable(method)}
+    changes: dict[str, Any] = {
+        "ignore_logging_functions" if new else "ignore_logger_methods": methods
+    }
+    return config.patch(**changes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -59,3 +60,19 @@ def call_marked(
         for name in p.names:
             full[f"model.{name}"] = tensor
     return torch.func.functional_call(model, full, args, kwargs, tie_weights=False), found
+
+
+def traceable(
+    model: Whole, parameters: Sequence[GraphParameter], returns_whole: bool
+) -> Callable[..., tuple[Any, list[Tensor]]]:
+    """A function for torch.compile: the model's output and, if asked for, its whole parameters.
+
+    Each has code of its own: torch keeps what it compiled with the code, and with it memory of the
+    model, for as long as that is there.
+    """
+
+    def run(given: Inputs, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        output, found = call_marked(model, parameters, given, args, kwargs)
+        return output, [tensor.detach() for tensor in found] if returns_whole else []
+
+    return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
