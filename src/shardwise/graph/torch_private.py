@@ -5,6 +5,7 @@ No other file of this room touches one (`tests/unit/test_torch_private.py`).
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -149,9 +150,12 @@ def without_loggers() -> AbstractContextManager[Any]:
     """
     from torch._dynamo import config
 
-    new = hasattr(config, "ignore_logging_functions")
-    methods = {method for method in vars(logging.Logger).values() if callable(method)}
-    changes: dict[str, Any] = {
-        "ignore_logging_functions" if new else "ignore_logger_methods": methods
-    }
+    new = "ignore_logging_functions"  # in torch 2.11 they were methods
+    name = new if hasattr(config, new) else "ignore_logger_methods"
+    changes: dict[str, Any] = {name: _logger_methods()}
     return config.patch(**changes)
+
+
+@functools.cache
+def _logger_methods() -> set[Any]:
+    return {method for method in vars(logging.Logger).values() if callable(method)}
