@@ -267,3 +267,27 @@ def foreign(kind: str) -> tuple[float, int]:
 def test_models_of_transformers_are_one_graph(two: Ranks, kind: str) -> None:
     for difference, fell_back in two.run(foreign, kind):
         assert difference <= 1e-5 and not fell_back
+
+
+def by_inductor() -> float:
+    """How far torch's compiler is from running the nodes as they are, after some steps."""
+    torch.compiler.reset()
+
+    def run(backend: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+        plan = sw.Plan.of("zero3", mesh=2, units=("0", "2"), **BF16)
+        sw.compile(model, plan, backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 6) + dist.get_rank()).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sw.full_state_dict(model)
+
+    found, expected = run("inductor"), run("graph")
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def test_torchs_compiler_runs_the_same_graphs(two: Ranks) -> None:
+    assert max(two.run(by_inductor, timeout=280.0)) <= 2e-2  # bf16, rounded in other places

@@ -102,7 +102,7 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
     for side in sides.values():
         assert (side.peak_bytes, side.reserved_bytes) == (600, 2000)
         assert side.collectives > 0 and side.device_spread_ms > 0
-    assert settings["blocks"] == compare.BLOCKS == 5
+    assert settings["blocks"] == cases.BLOCKS == 5
 
 
 def test_candidates_take_turns_after_their_warm_up():

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.lab.attention.seed import tables_4_and_5
 from shardwise.lab.exercises import seed004
-from shardwise.lab.steps.compare import BLOCKS
+from shardwise.lab.steps.cases import BLOCKS
 
 ROOT = Path(__file__).parents[2]
 

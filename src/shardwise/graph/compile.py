@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from shardwise.engine import torch_private as engine_private
 from shardwise.engine.api import shard
@@ -24,10 +24,11 @@ from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.hooks import Node, cast_to, node_of, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.graph import torch_private
+from shardwise.graph.backend import Backend
 from shardwise.graph.executor import GraphParameter
-from shardwise.graph.lower import Lowering, replace_graph
+from shardwise.graph.lower import Lowering
 from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
-from shardwise.graph.runtime import know, send_by_groups
+from shardwise.graph.runtime import know
 from shardwise.graph.trace import Inputs, Whole, traceable
 from shardwise.planning.plan import Plan
 
@@ -258,7 +259,7 @@ class CompiledModel:
                 given.held is None, keeps)  # fmt: skip
         if kind not in self._runs:
             traced = traceable(self._whole_model, self._facts, keeps)
-            backend = _Backend(self)
+            backend = Backend(self)
             self._runs[kind] = torch.compile(
                 traced, backend=backend, fullgraph=True, **self._options
             )
@@ -351,45 +352,6 @@ class CompiledModel:
         if said:
             raise RuntimeError(f"on another rank: {said[0]}")
         self._agreed = True
-
-
-class _Backend:
-    """What torch.compile hands a traced model to. torch keeps it where Python's collector cannot
-    look, so it holds the model by a weak reference.
-    """
-
-    def __init__(self, compiled: CompiledModel) -> None:
-        self._compiled = weakref.ref(compiled)
-
-    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled = self._compiled
-        model = compiled()
-        assert model is not None
-        lowering, inductor = model.lowering(), model.inductor
-
-        def partition(
-            joint: GraphModule, inputs: Sequence[Any], **given: Any
-        ) -> tuple[GraphModule, GraphModule]:
-            lowering.tag(joint.graph)
-            forward, backward = torch_private.cut_joint_graph(joint, inputs, inductor, **given)
-            graphs = lowering.forward(forward.graph), lowering.backward(backward.graph)
-            model = compiled()
-            assert model is not None
-            graphs = model.improve(*graphs)
-            return replace_graph(forward, graphs[0]), replace_graph(backward, graphs[1])
-
-        def whole(module: GraphModule) -> GraphModule:
-            return replace_graph(module, lowering.forward(module.graph))
-
-        def finish(module: GraphModule, is_backward: bool) -> GraphModule:
-            model = compiled()
-            if model is not None and not is_backward:
-                model.agree()
-            return replace_graph(module, send_by_groups(module.graph))
-
-        return torch_private.compile_graphs(
-            module, inputs, partition=partition, whole=whole, finish=finish, inductor=inductor
-        )
 
 
 def facts_of(unit: Unit) -> Iterator[GraphParameter]:

@@ -18,6 +18,7 @@ from shardwise.lab.processes import ask_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.engines import Precision
 
+BLOCKS = 5
 OWN = Precision()  # every dtype the parameters' own
 MIXED = Precision("bfloat16", "float32")
 
@@ -36,7 +37,7 @@ class StepCase:
     precision: Precision = OWN
     network: Network | None = None  # emulated, if any
     through: str = "plan"  # how shardwise is used (engines.OURS)
-    blocks: int = 5  # on a GPU: how often each candidate is built and timed
+    blocks: int = BLOCKS  # on a GPU: how often each candidate is built and timed
 
     def quick(self) -> StepCase:
         """The same path in seconds; its figures mean nothing."""
