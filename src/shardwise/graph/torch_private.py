@@ -152,10 +152,11 @@ def without_loggers() -> AbstractContextManager[Any]:
 
     new = "ignore_logging_functions"  # in torch 2.11 they were methods
     name = new if hasattr(config, new) else "ignore_logger_methods"
-    changes: dict[str, Any] = {name: _logger_methods()}
+    changes: dict[str, Any] = {name: _logger_methods(len(vars(logging.Logger)))}
     return config.patch(**changes)
 
 
 @functools.cache
-def _logger_methods() -> set[Any]:
+def _logger_methods(count: int) -> set[Any]:
+    """Libraries add some of their own when they are imported: there are `count` by now."""
     return {method for method in vars(logging.Logger).values() if callable(method)}
