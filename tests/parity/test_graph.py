@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -203,6 +204,28 @@ def kept_alive() -> int:
 
 def test_a_compiled_model_is_freed(two: Ranks) -> None:
     assert two.run(kept_alive) == [0, 0]
+
+
+def copied() -> list[bool]:
+    """Whether a copy trains as its original does, and leaves that alone."""
+    torch.compiler.reset()
+    model = Net()
+    sw.compile(model, sw.Plan.of("zero3", mesh=2, units=("layers.*",)), backend="graph")
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    model(tokens).sum().backward()
+    twin = copy.deepcopy(model)
+    results = []
+    for each in (twin, model):
+        each.zero_grad()
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(tokens).sum().backward()
+        optimizer.step()
+        results.append(sw.full_state_dict(each))
+    return [torch.equal(results[0][name], value) for name, value in results[1].items()]
+
+
+def test_a_copy_of_a_compiled_model_is_one(two: Ranks) -> None:
+    assert all(map(all, two.run(copied)))
 
 
 def calls_of(compiled: bool) -> list[tuple[str, str, int]]:

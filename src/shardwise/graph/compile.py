@@ -157,14 +157,27 @@ class CompiledModel:
                     )
                 )
         engine_private.set_compiled_call(self.model, self._call)
+        self._copy = self.model.__dict__["__deepcopy__"]
+        self.model.__dict__["__deepcopy__"] = self._deepcopy
 
     def unhang(self) -> None:
         """Let the engine's hooks run the model again."""
         engine_private.set_compiled_call(self.model, None)
+        self.model.__dict__["__deepcopy__"] = self._copy
         while self._casts:
             self._casts.pop().remove()
         for node in self._nodes:
             node.hang()
+
+    def _deepcopy(self, memo: dict[int, Any]) -> nn.Module:
+        """The engine's copy, compiled as this one is."""
+        self.unhang()
+        try:
+            twin: nn.Module = self._copy(memo)
+        finally:
+            self.hang()
+        CompiledModel(twin, engine_of(twin), self.inductor, self.passes, self._options).hang()
+        return twin
 
     def _fall_back(self, why: str) -> None:
         self.unhang()
