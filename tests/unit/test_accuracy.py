@@ -50,7 +50,7 @@ def test_seed_001_s_memory_is_the_simulator_s() -> None:
 
 
 @pytest.mark.slow
-def test_seed_002_trades_as_the_document_does() -> None:
+def test_seed_002_trades_as_the_document_does(no_group: None) -> None:
     """Of four layers; `bench accuracy` and docs/graph.md have all of them."""
     sizes = (16, 96)
     found = accuracy_seeds.seed_002(layers=4, sizes=sizes)
