@@ -25,8 +25,15 @@ from shardwise.timeline import Timeline
 LAYERS = 4
 
 
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> None:
+    """No process group of another file's tests."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
-def step() -> TracedStep:
+def step(alone: None) -> TracedStep:
     plan = plan_by_modules("zero3", 4)
     return trace_preset(load_preset("tiny"), plan, Workload(64, 2), tensor=2, recompute=True)
 

@@ -122,6 +122,11 @@ def _imagined_mesh(plan: Plan, tensor: int) -> Iterator[_Mesh]:
         "combined": Members(shard * tensor),
         "replicate": Members(replicate, shard * tensor),
     }
+    if dist.is_initialized():
+        raise UserError(
+            "graphs of ranks that are not there are traced in a process without a group, and this "
+            "one has one: call torch.distributed.destroy_process_group first, or use another process"
+        )
     join_imagined_world(shard * replicate * tensor)
     try:
         names = {
