@@ -29,6 +29,7 @@ LONG = (
     "unit/test_attention.py",
     "parity/test_engine.py",
     "unit/test_train.py",
+    "parity/test_graph.py",
     "parity/test_examples.py",
     "unit/test_profile.py",
 )

@@ -125,7 +125,7 @@ def _imagined_mesh(plan: Plan, tensor: int) -> Iterator[_Mesh]:
     if dist.is_initialized():
         raise UserError(
             "graphs of ranks that are not there are traced in a process without a group, and this "
-            "one has one: call torch.distributed.destroy_process_group first, or use another process"
+            "one has one: call torch.distributed.destroy_process_group first"
         )
     join_imagined_world(shard * replicate * tensor)
     try:
