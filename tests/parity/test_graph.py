@@ -206,6 +206,16 @@ def test_a_compiled_model_is_freed(two: Ranks) -> None:
     assert two.run(kept_alive) == [0, 0]
 
 
+def refused() -> str:
+    with pytest.raises(ValueError) as caught:
+        sw.compile(Net(), sw.Plan.of("zero3", mesh=2), passes=("buckets",))
+    return str(caught.value)
+
+
+def test_an_unknown_pass_is_an_error_at_once(two: Ranks) -> None:
+    assert all("'buckets'" in said and "bucket" in said for said in two.run(refused))
+
+
 def copied() -> list[bool]:
     """Whether a copy trains as its original does, and leaves that alone."""
     torch.compiler.reset()

@@ -9,7 +9,6 @@ that cannot be traced, and a step in which some replica has nothing to run, goes
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +22,12 @@ from shardwise.engine.api import shard
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.hooks import Node, cast_to, node_of, tensors_in
 from shardwise.engine.unit import Unit
+from shardwise.errors import nearest
 from shardwise.graph import torch_private
 from shardwise.graph.backend import Backend
 from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering
+from shardwise.graph.parts import Parts, facts_of
 from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
 from shardwise.graph.runtime import know
 from shardwise.graph.trace import Inputs, Whole, traceable
@@ -60,6 +61,9 @@ def compile(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {BACKENDS}")
+    for name in passes if passes is not None and not isinstance(passes, PassOptions) else ():
+        if name not in PASSES:
+            raise ValueError(f"passes has {name!r}{nearest(name, PASSES)}")
     if not fullgraph:
         for name in {name for unit in plan.resolve(model).require_units() for name in unit.modules}:
             if name:
@@ -68,48 +72,6 @@ def compile(
     shard(model, plan)
     CompiledModel(model, engine_of(model), backend == "inductor", passes, options).hang()
     return model
-
-
-class _Parts:
-    """This rank's padded rows of one unit's parameters, as leaves of the graphs' autograd."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        p = unit.parameters
-        self._master, layout = p.master, p.layout
-        with torch.no_grad():
-            self.leaves = [
-                p.master[start : start + rows.part].detach()
-                for start, rows in zip(layout.offsets, layout.rows, strict=True)
-            ]
-        self._trainable: tuple[bool, ...] = ()
-        self.sinks: list[Tensor] = []
-        self.follow_requires_grad()
-
-    @property
-    def current(self) -> bool:
-        """The parameters stand in the memory that they stood in."""
-        return self._master is self.unit.parameters.master
-
-    def follow_requires_grad(self) -> None:
-        if self.unit.trainable != self._trainable:
-            self._trainable = self.unit.trainable
-            for leaf, trains in zip(self.leaves, self._trainable, strict=True):
-                leaf.requires_grad_(trains)
-
-    def hand_over(self) -> None:
-        """Bring the gradients of the parts into the unit's sums."""
-        unit, gradients = self.unit, self.unit.gradients
-        if gradients is None:
-            return
-        by_name = {
-            m.name: leaf for m, leaf in zip(unit.parameters.members, self.leaves, strict=True)
-        }
-        leaves = [by_name[member.name] for member in gradients.members]
-        gradients.take_rows([leaf.grad for leaf in leaves])
-        for leaf in leaves:
-            leaf.grad = None
-        unit.sums.opened = unit.sums.complete = True
 
 
 class CompiledModel:
@@ -131,7 +93,7 @@ class CompiledModel:
         self._whole_model = Whole(model)
         self._nodes = [n for n in map(node_of, model.modules()) if n is not None]
         self._casts: list[Any] = []
-        self._parts: list[_Parts] = []
+        self._parts: list[Parts] = []
         self._facts: list[GraphParameter] = []
         self._held: list[Tensor | None] | None = None  # sums of this step's earlier micro-batches
         self._whole: list[Tensor] | None = None  # parameters that stay whole over the step
@@ -314,7 +276,7 @@ class CompiledModel:
             self.forget_step()
         units = self.engine.units
         if len(self._parts) != len(units) or not all(parts.current for parts in self._parts):
-            self._parts = [_Parts(unit) for unit in units]
+            self._parts = [Parts(unit) for unit in units]
             self._facts = [fact for unit in units for fact in facts_of(unit)]
             know(self.engine)
             self._runs = {}
@@ -367,26 +329,6 @@ class CompiledModel:
         self._agreed = True
 
 
-def facts_of(unit: Unit) -> Iterator[GraphParameter]:
-    """What lowering has to know of a unit's parameters."""
-    p, mesh, options = unit.parameters, unit.mesh, unit.options
-    compute, reduce = options.dtypes(p.dtype)
-    for member, rows in zip(p.members, p.layout.rows, strict=True):
-        yield GraphParameter(
-            tuple(member.names),
-            unit.name,
-            rows,
-            p.dtype,
-            compute,
-            reduce,
-            mesh.shard.group.group_name if mesh.shard.group is not None else "",
-            mesh.replicate.group.group_name if mesh.replicate.group is not None else "",
-            mesh.replicate.size,
-            options.divide_before,
-            options.divide_after,
-        )
-
-
 def _caster(node: Node) -> Callable[..., Any]:
     """A hook that casts a unit's inputs, as the engine's does."""
     dtype = node.input_dtype
@@ -399,21 +341,18 @@ def _caster(node: Node) -> Callable[..., Any]:
 
 
 class _Begins:
-    """A hook on an output: its gradient has come, so backward begins. Holds the model by nothing
-    but a weak reference, as torch keeps hooks where Python's collector cannot look.
+    """A hook on an output: its gradient has come, so backward begins. Keeps the model until then,
+    whose last reference may be the loss.
     """
 
     def __init__(self, compiled: CompiledModel) -> None:
-        self._compiled = weakref.ref(compiled)
-        self._begun = False
+        self._compiled: CompiledModel | None = compiled
 
     def __call__(self, gradient: Any) -> None:
-        compiled = self._compiled()
-        if self._begun or compiled is None:
-            return
-        self._begun = True
-        engine_private.call_after_backward(compiled.end_backward)
-        compiled.engine.open_backward()
+        compiled, self._compiled = self._compiled, None
+        if compiled is not None:
+            engine_private.call_after_backward(compiled.end_backward)
+            compiled.engine.open_backward()
 
 
 def _first_line(error: BaseException) -> str:
