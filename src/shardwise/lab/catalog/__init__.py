@@ -1,0 +1,1 @@
+"""The catalog of benchmarks: what each is called, measures and takes. Needs no torch."""

@@ -1,0 +1,145 @@
+"""Benchmarks of the engine, its kernels and its planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.lab.benchmark import COMMIT, JSON, QUICK, ROWS, Benchmark
+from shardwise.lab.options import Option, count, file, flag, list_names
+
+STEP = Benchmark(
+    "step",
+    "time, host time and memory of one training step",
+    "Times whole training steps: zero_grad, forward, backward, optimizer.",
+    "steps.compare",
+    (
+        Option("--against", {"choices": ["torch"], "default": "torch",
+                             "help": "the peer (default: torch)"}),
+        JSON,
+        list_names("--cases", "case", ("fake8", "gloo2", "h200", "graph")),
+        list_names("--strategies", "strategy", ("zero3", "zero2", "ddp"), None,
+               "of zero3, zero2, ddp; default: all that a case has"),
+        Option("--through", {"choices": ["plan", "fully_shard"], "default": "plan",
+                             "help": "how shardwise is used: by a Plan, or by torch's own program "
+                             "with only the import of fully_shard changed (default: plan)"}),
+        count("--steps", None, "timed steps of each candidate"),
+        QUICK,
+        COMMIT,
+    ),
+    """\
+cases:
+  fake8   CPU, one rank of 8, nothing is sent: many small parameters, so what counts is the
+          engines' own Python. zero3 and zero2 against fully_shard
+  gloo2   CPU, two real ranks: zero3 against fully_shard, ddp against DistributedDataParallel.
+          Both must agree to 1e-5 after three steps, else nothing is timed
+  h200    GPU, 0.95 B parameters in bf16, one rank of an emulated 8-rank group, three networks.
+          Skipped without a CUDA device; its figures are labelled `emulated`
+  graph   GPU, the same model as compiled graphs (sw.compile) against fully_shard over compiled
+          blocks; skipped without a CUDA device
+
+Both engines train the same model on the same inputs with the same fused AdamW, in turn, in one run;
+figures are medians, with the interquartile range after +-. Ratios are shardwise over torch: below 1
+is better. `cpu` is the time until the step's call returns, `memory` the peak of a step.
+
+examples:
+  shardwise bench step --against torch
+  shardwise bench step --cases fake8 --strategies zero3 --steps 100
+  shardwise bench step --cases h200 --json step-h200.json
+  shardwise bench step --through fully_shard
+  shardwise bench step --quick            every path in seconds; its figures mean nothing
+""",
+)  # fmt: skip
+GATHER = Benchmark(
+    "gather",
+    "gathers on 2 gloo ranks: packed against one call per tensor",
+    "Times forward and backward under zero3 on two real CPU ranks, by gather mode and tensor size. "
+    "Its result is what gather='auto' follows on gloo.",
+    "steps.gather",
+    (JSON, count("--rounds", 15)),
+)
+ATTENTION = Benchmark(
+    "attention",
+    "attention, backend against backend, on a CUDA device",
+    "Times forward, backward and both per backend, dtype, width and length. A backend is first "
+    "compared with float64; one that differs is not timed.",
+    "attention.sweeps",
+    (
+        *ROWS,
+        list_names("--sweeps", "sweep", ("heads", "table7", "tables45")),
+    ),
+    """\
+sweeps:
+  heads     16 heads, bf16, causal, 8,192 to 65,536 tokens: Triton, torch's flash, cuDNN
+  table7    one head, causal, 128 to 131,072 tokens, bf16 and fp32, plain torch too
+  tables45  batch 8, fp32, not causal, 256 to 16,384 tokens: plain torch, eager and compiled
+
+The tables are those of the document that this project started from; its figures stand beside.
+
+examples:
+  shardwise bench attention --json attention.json --plot attention.svg
+  shardwise bench attention --sweeps heads --budget 60 --json attention.json --resume
+""",
+    document="assignment",
+)
+PROFILE = Benchmark(
+    "profile",
+    "what profiling costs: steps with it on and off",
+    "Times steps of zero3 with the profiler on and off, in turn, on two real CPU ranks and, where "
+    "there is one, on a CUDA device as a rank of an emulated group.",
+    "steps.profiling",
+    (
+        JSON,
+        list_names("--cases", "case", ("gloo2", "h200")),
+        count("--rounds", None, "of three steps each way"),
+        COMMIT,
+    ),
+    """\
+`on` is a step that a profile times. `ratio` is that of the medians, `paired` the median of the
+rounds' ratios; `traced` is what a traced step takes of one without. The last column is what the
+marks cost when no profile listens.
+""",
+)
+ACCURACY = Benchmark(
+    "accuracy",
+    "how well the planner predicts step time and memory",
+    "Compares predictions with reported and with measured figures.",
+    "accuracy.run",
+    (
+        JSON,
+        list_names("--cases", "case", ("seeds", "shipped", "gloo", "h200")),
+        flag("--simulated", "only what needs no accelerator and no other rank"),
+        file("--docs", "write the page of results here"),
+        Option("--beside", {"type": Path, "nargs": "*", "default": [], "metavar": "FILE",
+                            "help": "results of other machines: the page shows them too, and "
+                            "`shipped` predicts them"}),
+        Option("--cluster", {"default": "h200x8-measured", "metavar": "NAME",
+                             "help": "of shipped; default: %(default)s"}),
+        QUICK,
+        flag("--busy", "gloo: other programs run here; take quickest samples"),
+        Option("--device", {"default": "", "metavar": "NAME", "help": "of h200; default: cuda"}),
+        COMMIT,
+    ),
+    """\
+parts:
+  seeds   no hardware: figures that others measured (an HSDP step on 4 GPUs, optimizer sharding on
+          8, a graph-level schedule on 128), predicted from cluster constants with their sources
+  shipped no hardware: the GPU's configurations that a file of --beside has measurements of, as
+          `shardwise plan` predicts them: from a packaged cluster file (--cluster) and nothing of
+          the run they are compared with
+  gloo    two real CPU ranks: calibrates this machine, predicts a step of ddp, zero1, zero2 and
+          zero3, then measures it
+  h200    one GPU: times its copies and host alone, replays a model's kernels without the engine,
+          then predicts and measures training steps of one rank of an emulated 8-rank group.
+          `build` rows corrected the model, `held-out` rows are the claim. Skipped without a CUDA
+          device
+
+Rows are written as they come; run the same command again to go on after an interruption. With
+--docs, docs/accuracy.md and its plot are written from the file.
+
+examples:
+  shardwise bench accuracy --simulated --json accuracy.json
+  shardwise bench accuracy --cases shipped --beside benchmarks/results/accuracy-h200.json
+  shardwise bench accuracy --cases h200 --json accuracy.json
+  shardwise bench accuracy --json accuracy.json --docs docs/accuracy.md
+""",
+)  # fmt: skip
