@@ -96,6 +96,41 @@ def test_pointwise_kernels_that_share_nothing_stay_apart() -> None:
     assert [op.name for op in computes(program)] == ["relu", "relu", "mm"]
 
 
+def test_a_pointwise_value_of_few_inputs_is_made_again_where_it_is_read() -> None:
+    """A cast between products that two chains read, one on each side of a product: no memory of
+    its own, its input stays instead. One that a product reads is in memory.
+    """
+    d = Drawn()
+    x, w = d.given("x", N, N), d.given("w", N, N)
+    y = d.mm(x, w)
+    cast = d.call(aten.relu.default, y)
+    first = d.call(aten.mul.Tensor, cast, x)
+    z = d.mm(first, w)
+    last = d.call(aten.add.Tensor, cast, z)
+    program = program_of(d.end(d.mm(last, w)), nothing(), COSTS, AXES)
+    assert [op.name for op in computes(program)] == ["mm", "fused mul", "mm", "add", "mm"]
+    assert max(curve(program, "activations")) == 3 * SQUARE  # y, z and what one of them becomes
+    d = Drawn()
+    x, w = d.given("x", N, N), d.given("w", N, N)
+    cast = d.call(aten.relu.default, d.mm(x, w))
+    z = d.mm(cast, w)
+    last = d.call(aten.add.Tensor, cast, z)
+    program = program_of(d.end(d.mm(last, w)), nothing(), COSTS, AXES)
+    assert [op.name for op in computes(program)] == ["mm", "relu", "mm", "add", "mm"]
+
+
+def test_a_value_of_many_inputs_is_made_once() -> None:
+    d = Drawn()
+    w, parts = d.given("w", N, N), [d.given(f"x{i}", N, N) for i in range(6)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = d.call(aten.add.Tensor, total, part)
+    z = d.mm(d.call(aten.relu.default, total), w)
+    program = program_of(d.end(d.call(aten.add.Tensor, total, z)), nothing(), COSTS, AXES)
+    last = computes(program)[-1]
+    assert last.seconds == pytest.approx(3 * SQUARE / COSTS.cluster.device.copy_bytes_per_s)
+
+
 def gathered_step(early: bool) -> Graph:
     """Two products; the second one's weight is gathered before the first, or behind it."""
     d = Drawn()

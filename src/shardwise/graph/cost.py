@@ -6,8 +6,9 @@ on; compute stands still at its `wait_tensor`. One rank stands for all.
 **Kernels.** A matrix product or an attention is one kernel. Of the others a compiler fuses what
 stands between two of those (or collectives) and reads each other: such a chain is one kernel here,
 which reads what comes from outside of it once, and writes what is used outside of it. What only
-its own members read is never in memory. The host issues a compiled graph without dispatching, so
-only its collectives cost it time.
+its own members read is never in memory; nor is what a compiler rather makes again in every chain
+that reads it: pointwise values of few inputs. The host issues a compiled graph without dispatching,
+so only its collectives cost it time.
 
 **Memory.** A value is there from the kernel that writes it to the last that reads it, through any
 views. What a collective reads stays until its wait. Forward's outputs that backward reads stay
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from shardwise.description.collectives import Members
@@ -39,6 +41,7 @@ from shardwise.predict.events import Rank, run
 from shardwise.predict.program import Builder, Change, Op, Program, rounded
 from shardwise.timeline import COMPUTE, Timeline
 
+MADE_AGAIN = 4  # the most inputs of such a value: torch's compiler's own bound
 STATE_TENSORS = 2  # of the optimizer for each parameter, as Adam has
 
 
@@ -117,6 +120,8 @@ class _Pass:
         self._bases: dict[Node, Node] = {}
         self._makers: dict[Node, Node] = {}  # of bases that take apart what another node gave
         self._find_bases(saved or {})
+        self._again: dict[Node, frozenset[Node]] = {}  # made again where it is read, from these
+        self._find_made_again()
         self.launches = list(self._find_launches())
 
     def base(self, node: Node) -> Node:
@@ -151,6 +156,28 @@ class _Pass:
         """It is made of parts of parameters and nothing else."""
         return bool(node.all_input_nodes) and self._from_parts.issuperset(node.all_input_nodes)
 
+    def _find_made_again(self) -> None:
+        for node in self.nodes:
+            if not _is_pointwise(node) or not all(map(_is_fused, self._readers(node))):
+                continue
+            inputs = frozenset().union(*map(self._inputs, map(self.base, node.all_input_nodes)))
+            if len(inputs) <= MADE_AGAIN:
+                self._again[node] = inputs
+
+    def _inputs(self, base: Node) -> frozenset[Node]:
+        """What is read in memory to have a value."""
+        return self._again.get(base, frozenset([base]))
+
+    def _readers(self, value: Node) -> Iterator[Node]:
+        """Who reads a value, also through views."""
+        users = list(value.users)
+        while users:
+            user = users.pop()
+            if user.op != "output" and self.base(user) is value:
+                users += user.users
+            else:
+                yield user
+
     def _values_of(self, node: Node) -> list[Node]:
         """The bases of what a node gives."""
         if isinstance(node.meta.get("val"), list | tuple):
@@ -166,7 +193,7 @@ class _Pass:
                 stretch = []
                 writes = [] if is_wait(node) else self._values_of(node)
                 yield _Launch([node], set(map(self.base, node.all_input_nodes)), writes)
-            elif fact_of(node) is not None:
+            elif _is_fused(node):
                 stretch.append(node)
         yield from self._fuse(stretch)
 
@@ -180,25 +207,22 @@ class _Pass:
             for member in chain:
                 chain_of |= dict.fromkeys(self._values_of(member), chain)
         place = {node: i for i, node in enumerate(stretch)}
-        chains = {id(chain): chain for chain in chain_of.values()}.values()
+        by_id = {id(chain): chain for chain in chain_of.values()}
+        chains = [chain for chain in by_id.values() if not self._again.keys() >= set(chain)]
         return [self._chain(chain) for chain in sorted(chains, key=lambda c: place[c[-1]])]
 
     def _chain(self, chain: list[Node]) -> _Launch:
         members = set(chain)
-        inside = [value for node in chain for value in self._values_of(node)]
-        reads = {self.base(n) for node in chain for n in node.all_input_nodes}
-        writes = [value for value in inside if self._is_used_outside(value, members)]
-        return _Launch(chain, reads - set(inside), writes)
-
-    def _is_used_outside(self, value: Node, members: set[Node]) -> bool:
-        users = list(value.users)
-        while users:
-            user = users.pop()
-            if user.op != "output" and self.base(user) is value:
-                users += user.users
-            elif user not in members:
-                return True
-        return False
+        inside = {value for node in chain for value in self._values_of(node)}
+        outside = {self.base(n) for node in chain for n in node.all_input_nodes} - inside
+        reads = {base for value in outside for base in self._inputs(value)}
+        writes = [
+            value
+            for node in chain
+            for value in self._values_of(node)
+            if value not in self._again and any(n not in members for n in self._readers(value))
+        ]
+        return _Launch(chain, reads - inside, writes)
 
     def lay(self, builder: Builder, axes: Axes, stays: set[Node]) -> None:
         """Append this pass; the bases that `stays` names outlive it."""
@@ -260,8 +284,7 @@ class _Pass:
             fact = fact_of(node)
             assert fact is not None
             for source in node.all_input_nodes:
-                base = self.base(source)
-                if base in launch.reads:
+                for base in self._inputs(self.base(source)) & launch.reads:
                     # A lookup reads a few rows of its table, a broadcast its source once.
                     size = min(value_bytes(source), value_bytes(base), fact.bytes)
                     read[base] = max(read.get(base, 0.0), size)
@@ -293,6 +316,20 @@ def fact_of(node: Node) -> KernelFact | None:
         node.meta["kernel"] = kernel_of(node)
     fact: KernelFact | None = node.meta["kernel"]
     return fact
+
+
+def _is_fused(node: Node) -> bool:
+    """It is a kernel that may be a part of another."""
+    if node.op != "call_function" or kind_of(node) or is_wait(node) or is_compute(node):
+        return False
+    return fact_of(node) is not None
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Each of its numbers is made of one of every input."""
+    tags = getattr(node.target, "tags", ())
+    casts = node.target is torch.ops.aten._to_copy.default
+    return _is_fused(node) and (casts or torch.Tag.pointwise in tags)
 
 
 def _is_view(node: Node) -> bool:

@@ -7,8 +7,9 @@ come in time and as long as nothing is far ahead of its turn; else it follows th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from torch.fx import Graph, Node
 
@@ -60,43 +61,17 @@ def cap(graph: Graph, *, group: str, before: Interleaving, max_consecutive: int 
     """
     if longest_run(graph, group=group) <= max_consecutive:
         return copy_graph(graph)[0]
-    points = _plan(before, max_consecutive)
-    made, _ = copy_graph(graph)
-    _cut(made, group, points)
-    tidy(made)
-    scatters = {name: node for node in _scatters(made, group) for name in _names(node)}
-    _follow(made, before, points, scatters, max_consecutive)
+    order = _choose(_cut(graph, group, lambda name: name), group, before, max_consecutive)
+    turn = {name: i for i, one in enumerate(order) for name in one}
+    made = _cut(graph, group, turn.__getitem__)
+    named = {node.name: node for node in made.nodes if is_compute(node)}
+    named |= {name: node for node in _scatters(made, group) for name in _names(node)}
+    issue = Issue(made.nodes, pinned=_scatters(made, group))
+    for names in order:
+        for name in names:
+            issue.compute_node(named[name]) if is_compute(named[name]) else issue.put(named[name])
+    put_in_order(made, issue.finish())
     return made
-
-
-@dataclass
-class _Point:
-    """Where reduce-scatters are issued: behind so many of the remembered compute nodes."""
-
-    place: int
-    names: list[str]
-
-
-def _plan(before: Interleaving, most: int) -> list[_Point]:
-    """Reduce-scatters together as long as their run does not get longer than `most`; where a run
-    is longer, the next one is pulled forward as far as its gradient allows.
-    """
-    points: list[_Point] = []
-    held: list[str] = []
-    since = last = 0  # where the last ones were issued, and where the last held one is due
-    for name, place, ready in before.scatters:
-        if held and place - since > most:
-            # Later than due, if that lets the next one come in time.
-            last = max(last, min(since + most, ready - most))
-            points.append(_Point(last, held))
-            since, held = last, []
-        if place - since > most:
-            place = max(ready, min(place, since + most))
-        last = max(place, last)
-        held.append(name)
-    if held:
-        points.append(_Point(last, held))
-    return points
 
 
 def _names(scatter: Node) -> list[str]:
@@ -107,47 +82,61 @@ def _scatters(graph: Graph, group: str) -> tuple[Node, ...]:
     return identify(graph, group=group).scatters
 
 
-def _cut(graph: Graph, group: str, points: list[_Point]) -> None:
-    """Buckets so that every one is issued as a whole."""
-    point = {name: i for i, one in enumerate(points) for name in one.names}
-    for node in _scatters(graph, group):
-        groups: dict[int, list[str]] = {}
+def _cut(graph: Graph, group: str, part_of: Callable[[str], Hashable]) -> Graph:
+    """A copy whose buckets of reduce-scatters are cut: those with one answer stay together."""
+    made, _ = copy_graph(graph)
+    for node in _scatters(made, group):
+        groups: dict[Hashable, list[str]] = {}
         for name in _names(node):
-            groups.setdefault(point[name], []).append(name)
+            groups.setdefault(part_of(name), []).append(name)
         if len(groups) > 1:
-            split(graph, node, list(groups.values()))
+            split(made, node, list(groups.values()))
+    tidy(made)
+    return made
 
 
-def _follow(
-    graph: Graph,
-    before: Interleaving,
-    points: list[_Point],
-    scatters: dict[str, Node],
-    most: int,
-) -> None:
-    """The scheduled order where it may be followed, else the remembered; moves the nodes."""
-    issue = Issue(graph.nodes, pinned=set(scatters.values()))
+def _choose(graph: Graph, group: str, before: Interleaving, most: int) -> list[tuple[str, ...]]:
+    """Compute nodes one by one in the remembered order, with another one in the place of one that
+    would have to wait; and reduce-scatters, all that are ready, before a run is too long.
+    """
+    issue = Issue(graph.nodes, pinned=_scatters(graph, group))
+    scatters = {name: node for node in _scatters(graph, group) for name in _names(node)}
     named = {node.name: node for node in issue.compute}
-    turn = {named[name]: i for i, name in enumerate(before.compute)}
-    remembered, scheduled = list(turn), list(issue.compute)
-    first = wanted = since = 0  # the first that is not done: remembered, scheduled; the run so far
-    while first < len(turn) or points:
-        place = points[0].place if points else 0
-        missing = sum(node not in issue.done for node in remembered[first:place])
-        jumps = wanted < len(turn) and turn[scheduled[wanted]] != first
-        may_jump = jumps and (not points or (since + missing < most and issue.count - first < most))
-        if points and not missing and not may_jump:
-            for name in points.pop(0).names:
+    left = [named[name] for name in before.compute]
+    place = {node: i for i, node in enumerate(left)}
+    coming = sorted(before.scatters, key=lambda one: one[2])
+    held: list[str] = []
+    order: list[tuple[str, ...]] = []
+    since = 0  # compute nodes since the last reduce-scatter
+    while left or held or coming:
+        first = place[left[0]] if left else len(place)
+        while coming and coming[0][2] <= first:
+            held.append(coming.pop(0)[0])
+        if held and (since >= most or not left):
+            # One is kept for the next run, if nothing else could come in time to end it.
+            ends = held if len(held) == 1 or _until(coming, left, place) <= most else held[:-1]
+            for name in ends:
                 issue.put(scatters[name])
-            since = 0
+            order.append(tuple(ends))
+            held, since = held[len(ends) :], 0
             continue
-        issue.compute_node(scheduled[wanted] if may_jump else remembered[first])
+        issue.gather()
+        node = left[0]
+        until = 0 if held else _until(coming, left, place)
+        if issue.count - first < most and since + until < most:
+            node = issue.soonest(left)
+        left.remove(node)
+        issue.compute_node(node)
+        order.append((node.name,))
         since += 1
-        while first < len(turn) and remembered[first] in issue.done:
-            first += 1
-        while wanted < len(turn) and scheduled[wanted] in issue.done:
-            wanted += 1
-    put_in_order(graph, issue.finish())
+    return order
+
+
+def _until(coming: list[tuple[str, int, int]], left: list[Node], place: dict[Node, int]) -> int:
+    """Compute nodes that have to come before the next reduce-scatter can."""
+    if not coming:
+        return 0
+    return sum(1 for _ in takewhile(lambda node: place[node] < coming[0][2], left))
 
 
 def restore_order(graph: Graph, *, before: Interleaving) -> Graph:

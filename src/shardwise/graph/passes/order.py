@@ -207,6 +207,21 @@ class Issue:
         """All compute that a node depends on has been issued."""
         return not self.needs[node] & ~self.computed
 
+    def soonest(self, left: list[Node]) -> Node:
+        """The first that needs not wait; if all have to, the one whose collective was issued
+        first.
+        """
+        best, least = None, -1
+        for node in left:
+            if not self.is_open(node) or any(n in self.sources for n in self.gathers[node]):
+                continue
+            turn = self.stalls(node)
+            if turn < 0:
+                return node
+            if best is None or turn < least:
+                best, least = node, turn
+        return best or next(node for node in left if self.is_open(node))
+
     def finish(self) -> list[Node]:
         """The order, with all that has not come yet at its end."""
         for node in self.nodes:

@@ -25,20 +25,7 @@ def _ready_first(nodes: list[Node]) -> list[Node]:
     left = list(issue.compute)
     while left:
         issue.gather()
-        node = _next(issue, left)
+        node = issue.soonest(left)
         left.remove(node)
         issue.compute_node(node)
     return issue.finish()
-
-
-def _next(issue: Issue, left: list[Node]) -> Node:
-    best, least = None, -1
-    for node in left:
-        if not issue.is_open(node) or any(n in issue.sources for n in issue.gathers[node]):
-            continue
-        turn = issue.stalls(node)
-        if turn < 0:
-            return node
-        if best is None or turn < least:
-            best, least = node, turn
-    return best or next(node for node in left if issue.is_open(node))
