@@ -23,6 +23,7 @@ STEP = Benchmark(
                              "help": "how shardwise is used: by a Plan, or by torch's own program "
                              "with only the import of fully_shard changed (default: plan)"}),
         count("--steps", None, "timed steps of each candidate"),
+        Option("--only", {"metavar": "TEXT", "help": "cases that have this in their names"}),
         QUICK,
         COMMIT,
     ),
@@ -143,3 +144,20 @@ examples:
   shardwise bench accuracy --json accuracy.json --docs docs/accuracy.md
 """,
 )  # fmt: skip
+CAP = Benchmark(
+    "cap",
+    "peak memory with compute capped between reduce-scatters",
+    "Runs the compiled step of a recomputing Llama-3 8B, one rank of data parallel 16 x tensor "
+    "parallel 8, with its runs of compute uncapped, capped at 8 and in their original order.",
+    "steps.capping",
+    (*ROWS, count("--layers", 8), count("--bucket-mib", 48)),
+    """\
+Kernels and memory are real, collectives are answered at once. Without a CUDA device: a small model
+on the host, its nodes run as they are.
+
+examples:
+  shardwise bench cap --json cap.json
+  shardwise bench cap --quick
+""",
+    document="buckets",
+)

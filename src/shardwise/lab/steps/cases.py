@@ -17,6 +17,7 @@ from shardwise.emulation.collectives import Emulation, Network, emulate
 from shardwise.lab.processes import ask_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.engines import Precision
+from shardwise.lab.steps.models import GPT2_MEDIUM
 
 BLOCKS = 5
 OWN = Precision()  # every dtype the parameters' own
@@ -100,10 +101,16 @@ FAMILIES: dict[str, Family] = {
     "graph": Family(
         tuple(
             StepCase(
-                f"graph-{batch}x2048-{label}", BENCH, batch, 2048, ("zero3",), steps=16, warmup=3,
-                precision=MIXED, network=NETWORKS[label], through="compile", blocks=2,
+                f"{name}-{batch}x{length}-{label}", size, batch, length, ("zero3",), steps=16,
+                warmup=3, precision=MIXED, network=NETWORKS[label], through="compile", blocks=2,
             )
-            for batch, label in ((4, "300GBs"), (1, "free"), (4, "free"))
+            for name, size, batch, length, label in (
+                ("graph", BENCH, 4, 2048, "300GBs"),
+                ("graph", BENCH, 1, 2048, "free"),
+                ("graph", BENCH, 4, 2048, "free"),
+                ("graph-gpt2", GPT2_MEDIUM, 8, 1024, "300GBs"),
+                ("graph-gpt2", GPT2_MEDIUM, 1, 1024, "free"),
+            )
         ),
         backend="fake", world=8, processes=1, device="cuda",
     ),
@@ -118,6 +125,7 @@ class StepChoice:
     steps: int | None = None
     quick: bool = False
     through: str = "plan"
+    only: str | None = None  # cases with this in their names
 
     def apply(self, family: Family) -> Family:
         """The family's cases as asked for; those without a strategy left are left out."""
@@ -134,7 +142,7 @@ class StepChoice:
             if self.strategies is not None:
                 chosen = tuple(name for name in case.strategies if name in self.strategies)
                 case = dataclasses.replace(case, strategies=chosen)
-            if case.strategies:
+            if case.strategies and (self.only is None or self.only in case.name):
                 changed.append(case)
         return dataclasses.replace(family, cases=tuple(changed))
 

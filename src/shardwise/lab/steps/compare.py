@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from shardwise.description.language_model import draw_tokens, make_model
+from shardwise.description.language_model import draw_tokens
 from shardwise.emulation.collectives import Emulation
 from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
 from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.lab.steps.engines import Wrap, Wrapped
+from shardwise.lab.steps.models import build_model
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.results import Row, print_table, write_json
 from shardwise.profiling.timing import Sample, Side, Step
@@ -55,7 +56,9 @@ def compare_sides(ours: Side, theirs: Side) -> Row:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the cases, write the JSON, print the table."""
-    choice = StepChoice(arguments.strategies, arguments.steps, arguments.quick, arguments.through)
+    choice = StepChoice(
+        arguments.strategies, arguments.steps, arguments.quick, arguments.through, arguments.only
+    )
     facts = describe_run(arguments)
     rows: list[Row] = []
     for family in select(arguments.cases, choice).values():
@@ -99,11 +102,16 @@ def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
         f"{case.name} {strategy}: {sides['ours'].step_ms:.1f} ms against "
         f"{sides['theirs'].step_ms:.1f}, ratio {found['step_ratio']:.2f}{alone}"
     )
+    for name in sides.keys() - set(SIDES):
+        say(f"  {name}: {sides[name].step_ms:.1f} ms, device {sides[name].device_ms}")
     return {
         "case": case.name,
         "strategy": strategy,
         "peer": engines.PEERS[strategy],
         **found,
+        "beside": {
+            name: dataclasses.asdict(side) for name, side in sides.items() if name not in SIDES
+        },
         "parity": parity,
         "settings": describe_case(family, case, quick) | settings,
     }
@@ -156,6 +164,7 @@ def _measure_on_gpu(
         "blocks": case.blocks,
     }
     collectives: dict[str, int] = {}
+    first: dict[str, list[float]] = {}  # seconds of first steps, which compile
     tokens = draw_tokens(case.size, case.batch, case.length, family.device)
     for _ in range(case.blocks):
         for name, wrap in _wraps(case).items():
@@ -167,6 +176,8 @@ def _measure_on_gpu(
                 )
             candidate = _build(family, case, strategy, wrap)
             step = candidate.step_on(*tokens)
+            if case.through == "compile":
+                first.setdefault(name, []).append(round(timing.time_on_cuda(step).step_ms / 1e3, 2))
             rounds = math.ceil(case.steps / case.blocks)
             taken = timing.alternate({name: step}, rounds, case.warmup, timing.time_on_cuda)
             samples[name] += taken[name]
@@ -183,6 +194,8 @@ def _measure_on_gpu(
             settings[name] = candidate.settings
             del candidate, step
     footprint.free_device()
+    if first:
+        settings["first_step_s"] = first
     _check_emulated(case, emulation, collectives)
     # Only the first block makes the libraries' workspaces; the others find them there.
     sides = {}
@@ -195,11 +208,13 @@ def _measure_on_gpu(
 
 
 def _wraps(case: StepCase) -> dict[str, Wrap]:
-    return {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
+    both = {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
+    return both | engines.BESIDE.get(case.through, {})
 
 
 def _build(family: Family, case: StepCase, strategy: str, wrap: Wrap) -> Wrapped:
-    return wrap(make_model(case.size, family.device), strategy, case.precision)
+    model: Any = build_model(case.size, family.device)
+    return wrap(model, strategy, case.precision)
 
 
 def _check_parity(

@@ -100,6 +100,13 @@ def wrap_compiled(model: LM, strategy: str, precision: Precision) -> Wrapped:
     return wrap_plan(model, precision.plan(strategy), sw.compile)
 
 
+def wrap_blocks_compiled(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """shardwise's engine over compiled blocks, with the defaults of a Plan."""
+    for block in model.layers:
+        block.compile()
+    return wrap_ours(model, strategy, precision)
+
+
 def wrap_theirs_compiled(model: LM, strategy: str, precision: Precision) -> Wrapped:
     """torch's engine over compiled blocks, which is how it is used with torch.compile."""
     for block in model.layers:
@@ -136,6 +143,10 @@ def _wrap_by(
 # How a program reaches shardwise: by a Plan, through torch's surface, or as compiled graphs.
 OURS = {"plan": wrap_ours, "fully_shard": wrap_dropin, "compile": wrap_compiled}
 THEIRS = {"plan": wrap_theirs, "fully_shard": wrap_theirs, "compile": wrap_theirs_compiled}
+# What else runs in turn with the two.
+BESIDE: dict[str, dict[str, Wrap]] = {
+    "compile": {"our engine, compiled blocks": wrap_blocks_compiled}
+}
 
 
 _meshes: dict[str, DeviceMesh] = {}
