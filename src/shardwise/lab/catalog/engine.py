@@ -150,7 +150,7 @@ CAP = Benchmark(
     "Runs the compiled step of a recomputing Llama-3 8B, one rank of data parallel 16 x tensor "
     "parallel 8, with its runs of compute uncapped, capped at 8 and in their original order.",
     "steps.capping",
-    (*ROWS, count("--layers", 8), count("--bucket-mib", 48)),
+    (*ROWS, count("--layers", 8), count("--bucket-mib", 48), count("--window", 50)),
     """\
 Kernels and memory are real, collectives are answered at once. Without a CUDA device: a small model
 on the host, its nodes run as they are.

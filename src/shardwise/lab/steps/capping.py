@@ -49,6 +49,7 @@ class CapCase:
     batch: int
     length: int
     bucket_mib: int
+    window: int
     device: str
 
 
@@ -76,7 +77,9 @@ def _measure(case: CapCase, variant: str) -> dict[str, Any]:
             model: nn.Module = TensorParallelLM(LM(size, case.length), tensor, group.group_name)
         model.layers = nn.ModuleList(map(Recomputed, model.layers))  # type: ignore[arg-type]
         plan = sw.Plan.of("zero3", DATA, compute_dtype="bfloat16", reduce_dtype="float32")
-        passes = PassOptions(bucket_bytes=case.bucket_mib << 20, window=50, **VARIANTS[variant])
+        passes = PassOptions(
+            bucket_bytes=case.bucket_mib << 20, window=case.window, **VARIANTS[variant]
+        )
         backend = "inductor" if case.device == "cuda" else "graph"
         sw.compile(model, plan, passes=passes, backend=backend)
 
@@ -104,15 +107,19 @@ def _measure(case: CapCase, variant: str) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> None:
     """Measure variant by variant, write the JSON after each, draw, print the table."""
     on_gpu = torch.cuda.is_available()
-    case = CapCase("llama8b", arguments.layers, 2, 8192, arguments.bucket_mib, "cuda")
+    case = CapCase(
+        "llama8b", arguments.layers, 2, 8192, arguments.bucket_mib, arguments.window, "cuda"
+    )
     if not on_gpu or arguments.quick:
         say("a small model: figures are of the path, not of the document's model")
         device = "cuda" if on_gpu else "cpu"
-        case = CapCase("tiny", 2, 2, 128, 1, device)
+        case = CapCase("tiny", 2, 2, 128, 1, arguments.window, device)
     file = RowFile.of(arguments, case=dataclasses.asdict(case), data=DATA)
-    for name in file.missing(VARIANTS, lambda name: f"{case.model}/{case.layers}/{name}"):
+    for name in file.missing(
+        VARIANTS, lambda name: f"{case.model}/{case.layers}/{case.window}/{name}"
+    ):
         say(f"{case.model}, {case.layers} layers, recomputing, {name}")
-        row: Row = {"key": f"{case.model}/{case.layers}/{name}", "variant": name}
+        row: Row = {"key": f"{case.model}/{case.layers}/{case.window}/{name}", "variant": name}
         file.add(row | run_fresh(measure, case, name))
     if arguments.plot is not None:
         peaks = {row["variant"]: {"peak": _gb(row)} for row in file.rows}
