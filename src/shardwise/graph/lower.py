@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.graph.executor import GraphExecutor, GraphParameter, GraphUnit
+from shardwise.graph.nodes import is_wait
 from shardwise.graph.ops import FULL, REDUCED
 from shardwise.planning.plan import Plan
 from shardwise.schedule.executor import Held
@@ -61,7 +62,8 @@ class Lowering:
 
     def tag(self, joint: Graph) -> None:
         """Tell torch's partitioner which parameters backward finds as forward left them, and which
-        it gathers again: those, and what is made of them alone, are never saved.
+        it gathers again: those, and what is made of them alone, are never saved. A wait is made
+        again with its collective; torch 2.11 tags that one only, and would save what it brought.
         """
         again: set[Node] = set()
         for node in joint.nodes:
@@ -75,6 +77,10 @@ class Lowering:
             elif node.target is FULL:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 node.meta["ac_graph_id"] = _LAST_REGION
+            elif is_wait(node) and "recompute" not in node.meta:
+                known = node.all_input_nodes[0].meta
+                tags = ("recompute", "ac_graph_id")
+                node.meta |= {tag: known[tag] for tag in tags if tag in known}
 
     def forward(self, graph: Graph) -> Graph:
         walk = _Walk(self, graph)

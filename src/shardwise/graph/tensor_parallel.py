@@ -100,8 +100,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: str) -> Tensor:
     largest = _all_reduce(logits.detach().amax(-1, keepdim=True), "max", group)
     shifted = logits - largest
     total = _SumOverRanks.apply(shifted.exp().sum(-1), group)
-    own = shifted.gather(-1, targets.clamp(0, rows - 1).unsqueeze(-1)).squeeze(-1)
-    aimed = _SumOverRanks.apply(torch.where(_is_mine(targets, rows), own, 0.0), group)
+    # Not by an index: its gradient would be a matrix of zeros with a number in each row.
+    columns = torch.arange(rows, device=logits.device)
+    own = torch.where(columns == targets.unsqueeze(-1), shifted, 0.0).sum(-1)
+    aimed = _SumOverRanks.apply(own, group)
     return (total.log() - aimed).sum()
 
 

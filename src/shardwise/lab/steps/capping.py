@@ -66,32 +66,33 @@ def measure(case: CapCase, variant: str) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _measure(case: CapCase, variant: str) -> dict[str, Any]:
+def build_step(case: CapCase, variant: str) -> Step:
+    """Forward and backward of one micro-batch, compiled at the first call."""
     tensor = min(TENSOR, load_preset(case.model).kv_heads)
     group = dist.new_group(list(range(tensor)))
     size = dataclasses.replace(load_preset(case.model).size("torch"), layers=case.layers)
+    with torch.device(case.device):
+        model: nn.Module = TensorParallelLM(LM(size, case.length), tensor, group.group_name)
+    model.layers = nn.ModuleList(map(Recomputed, model.layers))  # type: ignore[arg-type]
+    plan = sw.Plan.of("zero3", DATA, compute_dtype="bfloat16", reduce_dtype="float32")
+    passes = PassOptions(
+        bucket_bytes=case.bucket_mib << 20, window=case.window, **VARIANTS[variant]
+    )
+    backend = "inductor" if case.device == "cuda" else "graph"
+    sw.compile(model, plan, passes=passes, backend=backend)
     tokens = draw_tokens(size, case.batch, case.length, case.device)
 
-    def build() -> Step:
-        with torch.device(case.device):
-            model: nn.Module = TensorParallelLM(LM(size, case.length), tensor, group.group_name)
-        model.layers = nn.ModuleList(map(Recomputed, model.layers))  # type: ignore[arg-type]
-        plan = sw.Plan.of("zero3", DATA, compute_dtype="bfloat16", reduce_dtype="float32")
-        passes = PassOptions(
-            bucket_bytes=case.bucket_mib << 20, window=case.window, **VARIANTS[variant]
-        )
-        backend = "inductor" if case.device == "cuda" else "graph"
-        sw.compile(model, plan, passes=passes, backend=backend)
+    def step() -> None:
+        model.zero_grad()
+        (model(*tokens) / tokens[0].numel()).backward()
 
-        def step() -> None:
-            model.zero_grad()
-            (model(*tokens) / tokens[0].numel()).backward()
+    return step
 
-        return step
 
+def _measure(case: CapCase, variant: str) -> dict[str, Any]:
     if case.device == "cpu":
-        return {"peak_bytes": footprint.peak_on_cpu(build)}
-    step = build()
+        return {"peak_bytes": footprint.peak_on_cpu(lambda: build_step(case, variant))}
+    step = build_step(case, variant)
     timer = timer_on("cuda")
     compiling = timer(step).step_ms
     for _ in range(WARMUP):
