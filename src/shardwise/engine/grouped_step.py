@@ -294,13 +294,18 @@ class GroupedStep:
     def _reduce(self) -> Iterator[tuple[_GroupOfParameters, torch.Tensor]]:
         """Each group with this rank's part of its averaged gradients, a few groups ahead."""
         under_way: deque[tuple[_GroupOfParameters, torch.Tensor, Handle]] = deque()
-        for group in chain(self.groups, [None] * IN_FLIGHT):
-            if group is not None:
-                under_way.append((group, *group.reduce()))
-            if under_way and (group is None or len(under_way) > IN_FLIGHT):
-                first, part, handle = under_way.popleft()
-                handle.wait()
-                yield first, part.div_(self.ranks.size)
+
+        def arrive() -> tuple[_GroupOfParameters, torch.Tensor]:
+            first, part, handle = under_way.popleft()
+            handle.wait()
+            return first, part.div_(self.ranks.size)
+
+        for group in self.groups:
+            if len(under_way) == IN_FLIGHT:
+                yield arrive()
+            under_way.append((group, *group.reduce()))
+        while under_way:
+            yield arrive()
 
     def _clip(self, parts: list[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Scale all parts so that the norm over all ranks is at most `max_norm`; the norm before.
