@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
-
-import torch
 
 from shardwise.description.language_model import make_model
 from shardwise.description.preset import Size, bench_size
@@ -53,6 +51,11 @@ NOTES = {
 }
 
 
+@cache
+def _find_shapes(size: Size) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in make_model(size, "meta").parameters()]
+
+
 @dataclass(frozen=True)
 class GroupedCase:
     """One row: a framework, a model, a size of messages, a precision."""
@@ -89,10 +92,9 @@ class GroupedCase:
             return QUICK
         return SIZES[self.size] if self.device == "cuda" else SMALL[self.size]
 
-    @cached_property
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
-        with torch.device("meta"):
-            return [tuple(p.shape) for p in make_model(self.model, "meta").parameters()]
+        return _find_shapes(self.model)
 
     @property
     def parameters(self) -> int:
