@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +118,9 @@ def wrap_theirs(model: LM, strategy: str, precision: Precision) -> Wrapped:
     wrapped = DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer
     if strategy == "zero1":
+        # Its package compiles optimizers when it is imported.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **OPTIMIZER)
     else:
         optimizer = torch.optim.AdamW(wrapped.parameters(), **OPTIMIZER)
