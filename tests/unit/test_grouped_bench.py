@@ -20,7 +20,7 @@ def test_the_documents_sizes_are_the_cases():
         case = GroupedCase("torch", size, 16, "fp32", 8, "cuda", 6)
         assert case.parameters / 1e9 == pytest.approx(float(size[:-1]), rel=0.03)
         small = GroupedCase("torch", size, 16, "fp32", 2, "cpu", 6)
-        assert small.parameters * 300 == pytest.approx(case.parameters, rel=0.05)
+        assert small.parameters * 600 == pytest.approx(case.parameters, rel=0.05)
         for mib in (16, 32):
             assert set(DOCUMENT[size, mib]) == {"fp32", "bf16"}
     # The memory that its run saved is that of the moments which other ranks keep, in fp32.
@@ -39,8 +39,12 @@ def test_quick_measures_both_frameworks_with_their_document(tmp_path: Path, caps
         assert row["parity"] < 1e-4
         assert set(row["candidates"]) == set(CANDIDATES)
         assert all(side["step_ms"] > 0 for side in row["candidates"].values())
-        assert all(side["peak_bytes"] > 12e6 for side in row["candidates"].values())
+        assert all(
+            side["peak_bytes"] > 3 * 4 * row["parameters"] for side in row["candidates"].values()
+        )
         assert row["note"].startswith("The document's milliseconds are of 8 B200")
+        saved = row["candidates"]["ddp"]["peak_bytes"] - row["candidates"]["rows"]["peak_bytes"]
+        assert saved > 0  # half the moments, less messages under way
     assert rows[0]["sent_over_all_reduce"]["flat"] == pytest.approx(1.0, abs=0.01)
     assert written["document_run"] == DOCUMENT_RUN
     ElementTree.fromstring(picture.read_text())

@@ -14,9 +14,9 @@ GROUPED_STEP = Benchmark(
         *ROWS,
         list_names("--frameworks", "framework", ("torch", "mlx")),
         list_names("--sizes", "size", ("0.3b", "2.7b", "5.4b")),
-        list_counts("--groups", "16,32", 1, "MiB of a message; default: %(default)s"),
+        list_counts("--groups", "16,32", 1, "MiB of a message on a GPU; default: %(default)s"),
         list_names("--precision", "precision", ("fp32", "bf16")),
-        count("--steps", 6, "timed steps of each candidate; default: %(default)s"),
+        count("--steps", 5, "timed steps of each candidate; default: %(default)s"),
         number("--ranks", None, "at least 2", lambda value: value >= 2,
                "default: 8 emulated ones on a GPU, 2 real ones without"),
         number("--bandwidth", 450.0, "GB/s above 0", lambda value: value > 0,
@@ -32,8 +32,9 @@ candidates, in turn:
 
 The candidates' parameters must agree after two steps on real ranks, else nothing is timed. On a
 GPU, one process is a rank of an emulated group of 8: values are fabricated, times are not. Without
-one, real gloo ranks, and models of a three-hundredth of the size. mlx: the same on real ranks of
-MLX's ring, with nn.average_gradients as ddp; skipped where MLX is not installed.
+one, real gloo ranks, models of a six-hundredth of the size, messages of a sixteenth (so that there
+are many). mlx: the same on real ranks of MLX's ring, with nn.average_gradients as ddp; skipped
+where MLX is not installed.
 
 columns: `sent` is the bytes of `rows` over those of an all-reduce, as the engine counts them (gloo
 and MLX's ring sum whole messages, so there it is 1.5 on the wire); `its ddp` and what follows are

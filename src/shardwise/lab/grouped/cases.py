@@ -16,13 +16,15 @@ SIZES = {
     "2.7b": bench_size(layers=32, d_model=2560, d_ff=6912, heads=20, vocab=32000),
     "5.4b": bench_size(layers=66, d_model=2560, d_ff=6912, heads=20, vocab=32000),
 }
-# A three-hundredth of each, for ranks that share a host's cores.
+# For ranks that share a host's cores: a six-hundredth of each, in messages of a sixteenth, so that
+# there are still many of them.
 SMALL = {
-    "0.3b": bench_size(layers=7, d_model=96, d_ff=256, heads=4, vocab=1200),
-    "2.7b": bench_size(layers=10, d_model=256, d_ff=688, heads=4, vocab=2000),
-    "5.4b": bench_size(layers=22, d_model=256, d_ff=688, heads=4, vocab=2000),
+    "0.3b": bench_size(layers=7, d_model=64, d_ff=172, heads=4, vocab=1200),
+    "2.7b": bench_size(layers=9, d_model=192, d_ff=512, heads=4, vocab=1400),
+    "5.4b": bench_size(layers=19, d_model=192, d_ff=512, heads=4, vocab=1400),
 }
-QUICK = bench_size(layers=5, d_model=96, d_ff=256, heads=4, vocab=1200)
+SMALL_MESSAGES = 16
+QUICK = bench_size(layers=4, d_model=192, d_ff=512, heads=4, vocab=1400)
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 
 # Milliseconds of the document, on 8 B200: size, MiB of a group, then precision: ddp, sharded.
@@ -40,7 +42,10 @@ _OTHER = (
     "The document's milliseconds are of 8 B200 with MLX over NCCL: compare ratios within a row, "
     "not milliseconds across them."
 )
-_SMALL = "Ours are of a three-hundredth of the parameters on ranks that share a host."
+_SMALL = (
+    "Ours are of a six-hundredth of the parameters, in messages of a sixteenth, on ranks that "
+    "share a host."
+)
 # Why figures cannot be compared one for one, by where they were measured.
 NOTES = {
     "emulated": f"{_OTHER} Ours are of one H200 as a rank of an emulated group.",
@@ -62,7 +67,7 @@ class GroupedCase:
 
     framework: str
     size: str
-    group_mib: int
+    group_mib: int  # the document's
     precision: str
     ranks: int
     device: str
@@ -80,7 +85,7 @@ class GroupedCase:
 
     @property
     def group_bytes(self) -> int:
-        return self.group_mib * 2**20
+        return self.group_mib * 2**20 // (1 if self.device == "cuda" else SMALL_MESSAGES)
 
     @property
     def item_bytes(self) -> int:
@@ -108,7 +113,8 @@ class GroupedCase:
         return {
             "key": self.key, "framework": self.framework, "size": self.size,
             "parameters": self.parameters, "model": self.model.describe(),
-            "group_mib": self.group_mib, "precision": self.precision, "ranks": self.ranks,
+            "group_mib": self.group_mib, "group_bytes": self.group_bytes,
+            "precision": self.precision, "ranks": self.ranks,
             "device": self.device, "optimizer": f"AdamW {ADAMW}", "document": told,
             "note": NOTES["emulated" if self.emulated else self.framework],
         }  # fmt: skip

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        say("no CUDA device: real gloo ranks, models of a three-hundredth of the size")
+        say("no CUDA device: real gloo ranks, models of a six-hundredth of the size")
     network = Network(arguments.bandwidth * 1e9, arguments.latency * 1e-6)
     file = RowFile.of(arguments, document_run=DOCUMENT_RUN)
     cases = select_cases(arguments, device)
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def select_cases(arguments: argparse.Namespace, device: str) -> list[GroupedCase]:
-    """As the options say; a trial has one size and precision, and messages of 1 MiB."""
+    """As the options say; a trial has the first of each list."""
     frameworks = arguments.frameworks
     if "mlx" in frameworks and find_spec("mlx") is None:
         say("mlx: skipped, it is not installed here (pip install 'shardwise[mlx]')")
@@ -67,7 +67,7 @@ def select_cases(arguments: argparse.Namespace, device: str) -> list[GroupedCase
         for framework in frameworks
         for size in (arguments.sizes[:1] if quick else arguments.sizes)
         for precision in (arguments.precision[:1] if quick else arguments.precision)
-        for group in ((1,) if quick else arguments.groups)
+        for group in (arguments.groups[:1] if quick else arguments.groups)
     ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def _print_framework(framework: str, rows: list[Row], environment: dict[str, Any
     for row in rows:
         sides = row["candidates"]
         facts = [row["size"], f"{row['parameters'] / 1e6:.0f}"]
-        facts += [str(row["group_mib"]), row["precision"]]
+        facts += [f"{row['group_bytes'] / 2**20:g}", row["precision"]]
         step = {name: sides[name]["step_ms"] for name in CANDIDATES}
         peak = {name: sides[name]["peak_bytes"] / 1e6 for name in CANDIDATES}
         times.append(

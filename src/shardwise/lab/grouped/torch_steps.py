@@ -110,7 +110,7 @@ def _measure_on_ranks(case: GroupedCase) -> dict[str, Any]:
     samples = timing.alternate(steps, case.steps, 0, time_on_ranks)
     del built, steps
     sides = {
-        name: Side.of(samples[name], footprint.peak_on_cpu(partial(_build_step, case, name)))
+        name: Side.of(samples[name], footprint.peak_on_cpu(partial(_build_step, case, name), 1))
         for name in CANDIDATES
     }
     return _row(sides, sent) | {"parity": parity, "network": "gloo"}
