@@ -33,7 +33,7 @@ except ImportError as error:
 from shardwise.errors import UserError
 from shardwise.planning.groups import GROUP_BYTES, Message, lay_out_messages
 
-__all__ = ["sharded_step"]
+__all__ = ["has_sum_scatter", "sharded_step"]
 
 # Treat every element alike, so that slices step as whole arrays do; so do their subclasses.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -81,7 +81,7 @@ def sharded_step(
     )
     if _SCATTERS not in optimizer.__dict__:
         _check_optimizer(optimizer, messages, [name for name, _ in found], group.rank())
-        optimizer.__dict__[_SCATTERS] = _try_sum_scatter(group)
+        optimizer.__dict__[_SCATTERS] = has_sum_scatter(group, warn=True)
     wire = _Wire(group, optimizer.__dict__[_SCATTERS])
     parts = [
         wire.scatter(_pack(message, [found[i][1] for i in members])) / group.size()
@@ -138,12 +138,12 @@ class _Wire:
         return array if self._last is None else mx.depends([array], [self._last])[0]
 
 
-def _try_sum_scatter(group: mx.distributed.Group) -> bool:
-    """Whether the backend has it; all ranks ask once."""
+def has_sum_scatter(group: mx.distributed.Group, warn: bool = False) -> bool:
+    """Whether the backend of a group can; all ranks ask together. The first may `warn` if not."""
     try:
         mx.eval(mx.distributed.sum_scatter(mx.zeros(group.size()), group=group))
     except RuntimeError as error:
-        if group.rank() == 0:
+        if warn and group.rank() == 0:
             warnings.warn(
                 f"MLX says: {error}. Gradients are summed whole (all_sum) and each rank takes its "
                 "slice: that sends half as much again as an all-reduce, the memory saved is the "

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.emulation.collectives import Network, emulate
+from shardwise.lab.grouped import torch_steps
 from shardwise.lab.grouped.cases import CANDIDATES, DOCUMENT, DOCUMENT_RUN, SIZES, GroupedCase
 from shardwise.lab.grouped.run import draw, print_rows
+from shardwise.lab.processes import ask_ranks
 
 ENVIRONMENT = {"gpu": None, "cpu": "a CPU", "cores": 2, "commit": "abc", "torch": "2.13"}
 
@@ -54,9 +57,34 @@ def test_quick_measures_both_frameworks_with_their_document(tmp_path: Path, caps
     assert json.loads(path.read_text())["rows"] == rows  # nothing was left to measure
 
 
+def step_as_one_of_eight() -> dict[str, list[float]]:
+    """Calls and bytes over an all-reduce's, of a rank of an emulated group."""
+    case = GroupedCase("torch", "2.7b", 16, "fp32", 8, "cpu", 1)
+    found = {}
+    for name in CANDIDATES[1:]:
+        with emulate(Network(1e12, 0.0)) as emulation:
+            _, step = torch_steps.build(case, name)
+            step()
+            calls = [emulation.calls["reduce_scatter"], emulation.calls["all_gather"]]
+            found[name] = [*calls, torch_steps._count_sent(case, step)]
+    return found
+
+
+def test_a_rank_of_an_emulated_group_sends_what_an_all_reduce_sends():
+    answer = ask_ranks(step_as_one_of_eight, world=8, processes=1, backend="fake")
+    for scatters, gathers, sent in answer.values():
+        assert scatters == gathers > 16  # 18 MB in messages of 1 MiB
+        assert sent == pytest.approx(1.0, abs=0.001)
+
+
 def make_row(size: str, mib: int, precision: str) -> dict:
     case = GroupedCase("torch", size, mib, precision, 8, "cuda", 6)
-    side = {"step_ms": 1234.5, "spread_ms": 234.5, "peak_bytes": 123456_000_000}
+    side = {
+        "step_ms": 1234.5,
+        "spread_ms": 234.5,
+        "device_ms": 1234.5,
+        "peak_bytes": 123456_000_000,
+    }
     return case.describe() | {
         "candidates": dict.fromkeys(CANDIDATES, side), "parity": None,
         "network": "emulated: 450 GB/s per rank, 20 us per collective",

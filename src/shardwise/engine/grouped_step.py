@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,9 @@ _KEY = "_shardwise_grouped_step"
 # Of a parameter's state: which of its elements the state is of (first, one past the last, of all).
 ELEMENTS = "elements"
 IN_FLIGHT = 2  # messages under way at a time; more would only take memory
+# Calls of the optimizer in a step, at most: each costs the host as much as a message does, and a
+# few are enough for messages to travel meanwhile.
+UPDATES = 8
 
 
 def sharded_step(
@@ -261,12 +264,19 @@ class GroupedStep:
             pairs = zip(self._parameters, present.tolist(), strict=True)
             unused = {id(p) for p, ranks in pairs if not ranks}
         under_way: deque[tuple[_GroupOfParameters, torch.Tensor, Handle]] = deque()
-        for group, part in arrived:
-            stepped = [each for each in group.slices if id(each.parameter) not in unused]
-            self._step_slices(optimizer, stepped, part, states)
-            under_way.append((group, *group.gather()))
-            if len(under_way) == IN_FLIGHT:
-                _take_first(under_way)
+        for batch in self._batch(arrived):
+            for group, part in batch:
+                for each in group.slices:
+                    each.tensor.grad = each.gradient_in(part)
+            slices = chain.from_iterable(group.slices for group, _ in batch)
+            stepped = [each for each in slices if id(each.parameter) not in unused]
+            self._step_slices(optimizer, stepped, states)
+            for group, _ in batch:
+                for each in group.slices:
+                    each.tensor.grad = None
+                under_way.append((group, *group.gather()))
+                if len(under_way) == IN_FLIGHT:
+                    _take_first(under_way)
         while under_way:
             _take_first(under_way)
         self._drop_strange_states(optimizer)
@@ -307,6 +317,15 @@ class GroupedStep:
         while under_way:
             yield arrive()
 
+    def _batch(
+        self, arrived: Iterable[tuple[_GroupOfParameters, torch.Tensor]]
+    ) -> Iterator[list[tuple[_GroupOfParameters, torch.Tensor]]]:
+        """Groups whose slices step in one call of the optimizer."""
+        left = iter(arrived)
+        size = -(-len(self.groups) // UPDATES)
+        while batch := list(islice(left, size)):
+            yield batch
+
     def _clip(self, parts: list[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Scale all parts so that the norm over all ranks is at most `max_norm`; the norm before.
         Padding is zeros, and counts nothing.
@@ -322,13 +341,11 @@ class GroupedStep:
         self,
         optimizer: torch.optim.Optimizer,
         slices: Sequence[_Slice],
-        part: torch.Tensor,
         states: dict[_Slice, dict[str, Any]],
     ) -> None:
-        """The optimizer's own step over these slices of a group, with their state."""
+        """The optimizer's own step over these slices, with their gradients and their state."""
         by_group: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for each in slices:
-            each.tensor.grad = each.gradient_in(part)
             by_group[self._group_of[id(each.parameter)]].append(each.tensor)
         groups = [
             {**settings, "params": tensors}
@@ -342,7 +359,6 @@ class GroupedStep:
             # The class's: a scheduler hangs its own `step` on the optimizer.
             type(optimizer).step(stand_in)
         for each in slices:
-            each.tensor.grad = None
             if states[each]:
                 states[each][ELEMENTS] = each.elements
                 optimizer.state[each.parameter] = states[each]

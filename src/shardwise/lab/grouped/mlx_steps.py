@@ -16,6 +16,7 @@ from shardwise.lab.grouped.cases import ADAMW, CANDIDATES, GroupedCase
 from shardwise.lab.grouped.ring import join_ring
 from shardwise.lab.grouped.torch_steps import TOLERANCE
 from shardwise.lab.processes import time_on_ranks
+from shardwise.planning.groups import lay_out_messages
 from shardwise.profiling import timing
 from shardwise.profiling.timing import Side, Step, version_of
 
@@ -82,11 +83,22 @@ def measure(case: GroupedCase) -> dict[str, Any]:
         }
         for name, side in sides.items()
     }  # fmt: skip
-    # The ring has no sum_scatter: a whole all-reduce, then the gather.
+    sent = {name: _derive_sent(case, name, group) for name in CANDIDATES[1:]}
     return {
         "candidates": found, "parity": parity, "network": "MLX ring",
-        "sent_over_all_reduce": {"rows": 1.5, "flat": 1.5}, "mlx": version_of("mlx"),
+        "sent_over_all_reduce": sent, "mlx": version_of("mlx"),
     }  # fmt: skip
+
+
+def _derive_sent(case: GroupedCase, layout: str, group: mx.distributed.Group) -> float:
+    """Bytes of a step over those of an all-reduce of all gradients. A scatter sends as much as a
+    gather; without one it is an all-reduce, twice that.
+    """
+    kinds, sizes = [case.precision] * len(case.shapes), [case.item_bytes] * len(case.shapes)
+    messages = lay_out_messages(case.shapes, kinds, sizes, case.ranks, case.group_bytes, layout)
+    elements = sum(message.numel for _, message in messages)
+    passes = 2 if swm.has_sum_scatter(group) else 3
+    return passes * elements / (2 * case.parameters)
 
 
 def _measure_peak(case: GroupedCase, name: str, group: mx.distributed.Group) -> int:

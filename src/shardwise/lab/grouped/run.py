@@ -122,7 +122,7 @@ def print_rows(rows: list[Row], environment: dict[str, Any]) -> None:
 
 def _print_framework(framework: str, rows: list[Row], environment: dict[str, Any]) -> None:
     heads, left = ["size", "M", "MiB", "dtype"], ("size", "dtype")
-    times, ratios, memory = [], [], []
+    times, alone, ratios, memory = [], [], [], []
     for row in rows:
         sides = row["candidates"]
         facts = [row["size"], f"{row['parameters'] / 1e6:.0f}"]
@@ -132,6 +132,8 @@ def _print_framework(framework: str, rows: list[Row], environment: dict[str, Any
         times.append(
             [*facts, *(f"{step[n]:.1f} +-{sides[n]['spread_ms']:.1f}" for n in CANDIDATES)]
         )
+        if sides["ddp"].get("device_ms") is not None:
+            alone.append([*facts, *(f"{sides[name]['device_ms']:.1f}" for name in CANDIDATES)])
         told = row["document"]
         ratios.append(
             [
@@ -157,6 +159,9 @@ def _print_framework(framework: str, rows: list[Row], environment: dict[str, Any
         )
     where = f"{framework}, {rows[0]['ranks']} ranks, {rows[0]['network'].split(',')[0]}"
     print_table(f"step ms ({where})", [*heads, *CANDIDATES], times, {}, left, 80)
+    if alone:
+        title = "on the device alone, ms (the host a step ahead)"
+        print_table(title, [*heads, *CANDIDATES], alone, {}, left, 80)
     print_table(
         "over ddp, and the document's ms",
         [*heads, "rows", "flat", "sent", "its ddp", "sharded", "ratio"], ratios, {}, left, 80,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -120,8 +121,10 @@ def _measure_on_gpu(case: GroupedCase, network: Network) -> dict[str, Any]:
     """Each candidate is built, timed and freed, in turn: two of the largest do not fit at once."""
     samples: dict[str, list[Sample]] = {name: [] for name in CANDIDATES}
     peaks: dict[str, list[int]] = {name: [] for name in CANDIDATES}
+    alone: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     sent: dict[str, float] = {}
-    with emulate(network):
+    with emulate(network) as emulation:
+        hold = emulation.links_of(torch.device("cuda", 0)).delay
         for _ in range(BLOCKS):
             for name in CANDIDATES:
                 left = footprint.free_device()
@@ -129,12 +132,17 @@ def _measure_on_gpu(case: GroupedCase, network: Network) -> dict[str, Any]:
                 rounds = math.ceil(case.steps / BLOCKS)
                 timed = timing.alternate({name: step}, rounds, WARMUP, timing.time_on_cuda)
                 samples[name] += timed[name]
+                for _ in range(rounds):
+                    took, _ = timing.time_ahead(step, hold, timed[name], nullcontext())
+                    alone[name].append(took)
                 peaks[name].append(footprint.peaks_on_cuda(step)[0] - left)
                 if name != "ddp":
                     sent[name] = _count_sent(case, step)
                 del parameters, step
     footprint.free_device()
-    sides = {name: Side.of(samples[name], min(peaks[name])) for name in CANDIDATES}
+    sides = {
+        name: Side.of(samples[name], min(peaks[name]), device=alone[name]) for name in CANDIDATES
+    }
     gigabytes, micros = network.bandwidth / 1e9, network.latency * 1e6
     told = f"emulated: {gigabytes:g} GB/s per rank, {micros:g} us per collective"
     return _row(sides, sent) | {"parity": None, "network": told}
@@ -144,7 +152,7 @@ def _row(sides: dict[str, Side], sent: dict[str, float]) -> dict[str, Any]:
     found = {
         name: {
             "step_ms": side.step_ms, "spread_ms": side.step_spread_ms,
-            "peak_bytes": side.peak_bytes,
+            "device_ms": side.device_ms, "peak_bytes": side.peak_bytes,
         }
         for name, side in sides.items()
     }  # fmt: skip
