@@ -221,7 +221,9 @@ step_hooks: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell a scheduler that the optimizer stepped; it looks for that, and warns."""
+    """Tell a scheduler that the optimizer stepped: it looks for this, and without it warns that it
+    was called too early.
+    """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
