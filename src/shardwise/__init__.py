@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.engine.clip import clip_grad_norm
     from shardwise.engine.collectives import record
     from shardwise.engine.engine import microbatches
+    from shardwise.engine.grouped_step import sharded_step
     from shardwise.engine.sharded_optimizer import ShardedOptimizer
     from shardwise.engine.state import broadcast, full_state_dict, materialize
     from shardwise.fsdp2 import (
@@ -63,6 +64,7 @@ _HOMES = {
     "report": "reporting.report",
     "search": "predict.search",
     "shard": "engine.api",
+    "sharded_step": "engine.grouped_step",
     "share_comm_ctx": "fsdp2",
     "simulate": "predict.simulate",
 }
@@ -94,6 +96,7 @@ __all__ = [
     "report",
     "search",
     "shard",
+    "sharded_step",
     "share_comm_ctx",
     "simulate",
 ]

@@ -88,7 +88,10 @@ def torchs() -> frozenset[str]:
     kinds = (torch.Tensor, nn.Parameter, nn.Module, DTensor, DeviceMesh, torch.UntypedStorage)
     more = (torch.optim.Optimizer, dist.ProcessGroup, DistributedDataParallel, FSDPState)
     given = (*kinds, *more, FSDPModule, type(torch.ops.aten.add.Tensor), type(node))
-    found = frozenset(vars(nn.Module())).union(*map(names_of, given))
+    scheduled = torch.optim.SGD([torch.ones(1)], lr=0.1)  # what a scheduler leaves on it
+    torch.optim.lr_scheduler.ConstantLR(scheduled)
+    scheduled.step()
+    found = frozenset(vars(nn.Module())).union(vars(scheduled), *map(names_of, given))
     return frozenset(filter(is_private, found))
 
 

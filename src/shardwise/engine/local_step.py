@@ -284,7 +284,7 @@ class SteppedRun(ParameterRun):
         alone, joined = len(states) == 1, {}
         for key, first in states[0].items():
             each = [state[key] for state in states]
-            if _is_number(key, first):
+            if is_number(key, first):
                 if not all(_equal(number, first) for number in each):
                     return False
                 # What the program loaded stays as it is.
@@ -317,7 +317,7 @@ class SteppedRun(ParameterRun):
         if key in self.shared:
             numbers, places = self.shared[key]
             return list(numbers.all[places])
-        return [value] * len(self.members) if _is_number(key, value) else self.parts_of(value)
+        return [value] * len(self.members) if is_number(key, value) else self.parts_of(value)
 
     @property
     def differs(self) -> bool:
@@ -376,7 +376,7 @@ def _share_numbers(runs: Sequence[SteppedRun]) -> None:
     together: defaultdict[Any, list[SteppedRun]] = defaultdict(list)
     for run in runs:
         for key, value in run.state.items():
-            if _is_number(key, value) and isinstance(value, torch.Tensor) and key not in run.shared:
+            if is_number(key, value) and isinstance(value, torch.Tensor) and key not in run.shared:
                 together[key, value.dtype, value.device].append(run)
     for (key, *_), these in together.items():
         SharedNumbers(key, these)
@@ -387,7 +387,7 @@ def _same(now: Collection[Any], then: Collection[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-def _is_number(key: str, value: Any) -> bool:
+def is_number(key: str, value: Any) -> bool:
     """Not a tensor with an element for each of the parameter."""
     return key in _NUMBERS or not isinstance(value, torch.Tensor)
 

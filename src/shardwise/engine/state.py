@@ -19,7 +19,8 @@ from shardwise.engine.engine import engine_of, is_sharded
 from shardwise.engine.mesh import default_device
 from shardwise.engine.torch_private import buffers_of, local_of, parameters_of, writes_of
 from shardwise.engine.unit import Unit
-from shardwise.planning.units import MIB, group_by_bytes
+from shardwise.planning.groups import group_by_bytes
+from shardwise.planning.units import MIB
 
 BROADCAST_BYTES = 64 * MIB
 

@@ -220,6 +220,13 @@ step_hooks: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(
 )
 
 
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a scheduler that the optimizer stepped: it looks for this, and without it warns that it
+    was called too early.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def step_hooks_of_all() -> tuple[Any, Any]:
     before: Any = torch_optimizer._global_optimizer_pre_hooks
     return before, torch_optimizer._global_optimizer_post_hooks

@@ -17,12 +17,14 @@ from shardwise.errors import UserError
 from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
 from shardwise.lab.catalog.assignment import COMPILE, FORWARD_BACKWARD, MEMORY, OVERLAP
 from shardwise.lab.catalog.engine import ACCURACY, ATTENTION, CAP, GATHER, PROFILE, STEP
+from shardwise.lab.catalog.grouped import GROUPED_STEP
 from shardwise.lab.catalog.hybrid import FFN
 
 BENCHMARKS = (
     STEP, GATHER, ATTENTION, PROFILE, ACCURACY, CAP,
     FORWARD_BACKWARD, MEMORY, COMPILE, OVERLAP,
     FFN,
+    GROUPED_STEP,
 )  # fmt: skip
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name, places
+from shardwise.planning.groups import group_by_bytes
 
 MIB = 2**20
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -98,27 +99,7 @@ class Whole:
         return frozenset(found)
 
 
-Item = TypeVar("Item")
 Run = list[tuple[str, nn.Module]]  # modules that form one unit
-
-
-def group_by_bytes(
-    items: Iterable[Item], size: Callable[[Item], int], limit: int
-) -> list[list[Item]]:
-    """Cut `items`, in order, into runs of at most `limit` bytes. An item above the limit is a run
-    of its own.
-    """
-    groups: list[list[Item]] = []
-    held = 0
-    for item in items:
-        nbytes = size(item)
-        if groups and held + nbytes <= limit:
-            groups[-1].append(item)
-            held += nbytes
-        else:
-            groups.append([item])
-            held = nbytes
-    return groups
 
 
 def cut_units(

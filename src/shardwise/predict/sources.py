@@ -9,9 +9,10 @@ from torch import nn
 from shardwise.description.model import ModelDescription, PassFacts, UnitDescription, UnitSegment
 from shardwise.description.parameters import UnitSpec
 from shardwise.description.workload import Workload
+from shardwise.planning.groups import group_by_bytes
 from shardwise.planning.plan import LEAST_UNITS, Plan
 from shardwise.planning.strategies import REDUCES
-from shardwise.planning.units import group_by_bytes, group_parameters
+from shardwise.planning.units import group_parameters
 from shardwise.predict.describe import TracedModel, traced_preset
 from shardwise.predict.program import scaled
 

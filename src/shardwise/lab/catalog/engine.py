@@ -17,8 +17,8 @@ STEP = Benchmark(
                              "help": "the peer (default: torch)"}),
         JSON,
         list_names("--cases", "case", ("fake8", "gloo2", "h200", "graph")),
-        list_names("--strategies", "strategy", ("zero3", "zero2", "ddp"), None,
-               "of zero3, zero2, ddp; default: all that a case has"),
+        list_names("--strategies", "strategy", ("zero3", "zero2", "zero1", "ddp"), None,
+               "of zero3, zero2, zero1, ddp; default: all that a case has"),
         Option("--through", {"choices": ["plan", "fully_shard"], "default": "plan",
                              "help": "how shardwise is used: by a Plan, or by torch's own program "
                              "with only the import of fully_shard changed (default: plan)"}),
@@ -31,8 +31,9 @@ STEP = Benchmark(
 cases:
   fake8   CPU, one rank of 8, nothing is sent: many small parameters, so what counts is the
           engines' own Python. zero3 and zero2 against fully_shard
-  gloo2   CPU, two real ranks: zero3 against fully_shard, ddp against DistributedDataParallel.
-          Both must agree to 1e-5 after three steps, else nothing is timed
+  gloo2   CPU, two real ranks: zero3 against fully_shard, ddp against DistributedDataParallel,
+          zero1 against that with ZeroRedundancyOptimizer. Both must agree to 1e-5 after three
+          steps, else nothing is timed
   h200    GPU, 0.95 B parameters in bf16, one rank of an emulated 8-rank group, three networks.
           Skipped without a CUDA device; its figures are labelled `emulated`
   graph   GPU, the same model as compiled graphs (sw.compile) against fully_shard over compiled

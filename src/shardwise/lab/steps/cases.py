@@ -16,7 +16,7 @@ from shardwise.description.preset import BENCH, Size, bench_size
 from shardwise.emulation.collectives import Emulation, Network, emulate
 from shardwise.lab.processes import ask_ranks
 from shardwise.lab.rows import say
-from shardwise.lab.steps.engines import Precision
+from shardwise.lab.steps.engines import PEERS, Precision
 from shardwise.lab.steps.models import GPT2_MEDIUM
 
 BLOCKS = 5
@@ -84,7 +84,7 @@ FAMILIES: dict[str, Family] = {
         backend="fake", world=8, processes=1, device="cpu",
     ),
     "gloo2": Family(
-        (StepCase("gloo2", MEDIUM, 4, 64, ("zero3", "ddp"), steps=30, warmup=3),),
+        (StepCase("gloo2", MEDIUM, 4, 64, ("zero3", "zero1", "ddp"), steps=30, warmup=3),),
         backend="gloo", world=2, processes=2, device="cpu",
     ),
     "h200": Family(
@@ -137,7 +137,7 @@ class StepChoice:
                 case = dataclasses.replace(case, steps=self.steps)
             if self.through != "plan" and case.through != "compile":
                 # torch's surface has no data parallel without shards.
-                sharding = tuple(name for name in case.strategies if name != "ddp")
+                sharding = tuple(s for s in case.strategies if PEERS[s] == "fully_shard")
                 case = dataclasses.replace(case, through=self.through, strategies=sharding)
             if self.strategies is not None:
                 chosen = tuple(name for name in case.strategies if name in self.strategies)

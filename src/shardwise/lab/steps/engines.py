@@ -25,6 +25,7 @@ from shardwise.profiling.timing import Step
 PEERS = {
     "zero3": "fully_shard",
     "zero2": "fully_shard",
+    "zero1": "ZeroRedundancyOptimizer",
     "ddp": "DistributedDataParallel",
 }
 
@@ -116,13 +117,23 @@ def wrap_theirs_compiled(model: LM, strategy: str, precision: Precision) -> Wrap
 
 
 def wrap_theirs(model: LM, strategy: str, precision: Precision) -> Wrapped:
-    """torch: `fully_shard` on each block, then on the root; or DistributedDataParallel as it is."""
+    """torch: `fully_shard` on each block, then on the root; or DistributedDataParallel as it is,
+    with torch's optimizer that shards its state for `zero1`.
+    """
     if PEERS[strategy] == "fully_shard":
         return _wrap_by(fsdp.fully_shard, model, strategy, precision)
     wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), **OPTIMIZER)
-    settings = {"wrap": "DistributedDataParallel, its defaults", "optimizer": "AdamW"}
-    return Wrapped(wrapped, optimizer, 1, settings)
+    optimizer: torch.optim.Optimizer
+    if strategy == "zero1":
+        # Its package compiles optimizers when it is imported.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **OPTIMIZER)
+    else:
+        optimizer = torch.optim.AdamW(wrapped.parameters(), **OPTIMIZER)
+    settings = {"wrap": "DistributedDataParallel, its defaults"}
+    told = "ZeroRedundancyOptimizer(AdamW)" if strategy == "zero1" else "AdamW"
+    return Wrapped(wrapped, optimizer, 1, settings | {"optimizer": told})
 
 
 def wrap_dropin(model: LM, strategy: str, precision: Precision) -> Wrapped:
