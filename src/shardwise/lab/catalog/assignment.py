@@ -38,15 +38,21 @@ examples:
 MEMORY = Benchmark(
     "memory",
     "peak memory of a pass and of a step, and what holds it",
-    "Measures peak memory and names the largest allocations.",
+    "Measures peak memory and names the largest allocations; accounts for single tensors.",
     "exercises.memory.peaks",
     (
         *ROWS,
         *models("fp32,bf16"),
         list_counts("--contexts", "128,256,512", 1),
+        list_names("--parts", "part", ("residual", "attention", "peaks")),
     ),
     """\
-modes, each measured at every context:
+parts:
+  residual    one tensor between two blocks, by formula and counted
+  attention   what plain attention keeps for backward: table 4's last column
+  peaks       of whole models
+
+modes of peaks, each measured at every context:
   inference   forward without autograd
   forward     forward with the activations kept for backward, as the document measured it
   step        two whole steps from a fresh optimizer: the first makes the moments after the

@@ -23,7 +23,13 @@ from shardwise.description.language_model import LM, compute_loss
 from shardwise.lab.charts import draw_bars
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import PARTS, summarize, time_parts
-from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer, one_thread
+from shardwise.lab.exercises.models import (
+    QUICK_CONTEXT,
+    ModelCase,
+    choose_sizes,
+    make_optimizer,
+    one_thread,
+)
 from shardwise.lab.processes import Fresh, explain_failure
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table

@@ -34,6 +34,7 @@ TABLE_2 = {
 # The 2.7B model: GB at the peak of a forward pass and of a whole step, by context.
 TABLE_3 = {128: (19.412, 55.246), 256: (26.103, 55.267), 512: (42.708, 55.306)}
 MIXED_STEP_GB = 61.998  # a whole step with mixed precision at 128 tokens
+RESIDUAL_MIB = 5.0  # the 2.7B model's residual stream at 128 tokens
 # Seconds: compiled forward and backward, eager forward and backward.
 TABLE_6 = {
     "small": (0.003762, 0.029213, 0.021868, 0.057893),
