@@ -106,7 +106,7 @@ def test_it_opens_from_disk_silently_and_fits(
     assert said == []
     assert [url for url in asked if not url.startswith("data:")] == [page.resolve().as_uri()]
     assert browser.run("return document.documentElement.scrollWidth") <= width
-    assert browser.run("return document.querySelectorAll('section').length") == 8
+    assert browser.run("return document.querySelectorAll('section').length") == 9
     assert browser.run("return document.querySelectorAll('#findings > ol > li').length") == 3
     text = browser.run("return document.body.innerText")
     assert not any(word in text for word in ("[object", "undefined", "NaN", "null"))

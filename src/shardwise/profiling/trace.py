@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.description.tracing.torch_private import profiler_runs
 from shardwise.engine import torch_private
+from shardwise.timeline.kernel_groups import Ran, own_times, shorten
 
 _ANCHOR = "shardwise.anchor"
 _ANCHORS = 4  # the first is slow; the tightest counts
@@ -65,6 +66,17 @@ class TorchTrace:
     transfers: list[HostEvent] = field(default_factory=list)  # of gloo, as its own threads ran them
     kernels: list[Kernel] = field(default_factory=list)
     allocations: list[HostAllocation] = field(default_factory=list)
+
+    def list_ran(self, start: int, end: int) -> list[Ran]:
+        """What ran of all that the host began from `start` to `end`: a device's kernels, or the
+        host's operators and gloo's transfers.
+        """
+        if self.kernels:
+            ran = [Ran(shorten(k.name), k.launched, k.end - k.start) for k in self.kernels]
+        else:
+            ran = own_times((o.name, o.start, o.end, o.thread) for o in self.operations)
+            ran += [Ran(e.name, e.start, e.end - e.start) for e in self.transfers]
+        return [each for each in ran if start <= each.begun < end]
 
 
 class Tracer:

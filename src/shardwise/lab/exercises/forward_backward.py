@@ -144,7 +144,7 @@ def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
             lines.append([*name, warmup, *cells])
         last = list(row["by_warmup"].values())[-1]
         for found in row["seed"]:
-            cells = (f"{last[p]['mean']:.2f} / {found[p]:.0f}" for p in PARTS[:2])
+            cells = [f"{last[p]['mean']:.2f} / {found[p]:.0f}" for p in PARTS[:2]]
             documents.append([*name, *cells, f"{found['hardware']}, table {found['table']}"])
     left = ("size", "precision")
     heads = (*left, "warm-up", *PARTS)

@@ -128,7 +128,7 @@ def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
             kept.append([*shape, *cells, f"{document:,.1f}", f"{rest:.1f}"])
     if streams:
         title = f"residual stream, {seed004.BATCH} x {seed004.CONTEXT} tokens, fp32: MiB"
-        heads = ("size", "4 b s d", "counted", "document's")
+        heads: tuple[str, ...] = ("size", "4 b s d", "counted", "document's")
         print_table(title, heads, streams, environment, heads[:1], width=80)
     if kept:
         title = "attention before backward, batch 8, fp32: MB"
