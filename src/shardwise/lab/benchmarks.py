@@ -15,13 +15,20 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
-from shardwise.lab.catalog.assignment import COMPILE, FORWARD_BACKWARD, MEMORY, OVERLAP
+from shardwise.lab.catalog.assignment import (
+    COMPILE,
+    FORWARD_BACKWARD,
+    KERNELS,
+    MEMORY,
+    MIXED_PRECISION,
+    OVERLAP,
+)  # fmt: skip
 from shardwise.lab.catalog.engine import ACCURACY, ATTENTION, GATHER, PROFILE, STEP
 from shardwise.lab.catalog.hybrid import FFN
 
 BENCHMARKS = (
     STEP, GATHER, ATTENTION, PROFILE, ACCURACY,
-    FORWARD_BACKWARD, MEMORY, COMPILE, OVERLAP,
+    FORWARD_BACKWARD, KERNELS, MIXED_PRECISION, MEMORY, COMPILE, OVERLAP,
     FFN,
 )  # fmt: skip
 

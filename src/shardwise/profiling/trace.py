@@ -83,11 +83,13 @@ class Tracer:
     """torch's profiler between `start` and `stop`.
 
     `operations` adds the host's to a device's, where they are most of the cost. The host's
-    allocations are followed without a device; CUDA's allocator keeps a history of its own.
+    allocations are followed without a device, unless `memory` is of no interest; CUDA's allocator
+    keeps a history of its own.
     """
 
-    def __init__(self, cuda: bool, operations: bool = True) -> None:
+    def __init__(self, cuda: bool, operations: bool = True, memory: bool = True) -> None:
         self.cuda, self.anchored = cuda, operations or not cuda
+        self.memory = memory and not cuda
         self.profiler: profile | None = None
         self._anchors: list[tuple[int, int]] = []
 
@@ -102,7 +104,7 @@ class Tracer:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # it has one cycle only, and loses nothing
-            self.profiler = profile(activities=activities, profile_memory=not self.cuda)
+            self.profiler = profile(activities=activities, profile_memory=self.memory)
             self.profiler.start()
         self._anchor()
 
@@ -146,7 +148,7 @@ class Tracer:
             trace.kernels.append(Kernel(event.name(), start, end, stream, launched, kind))
         for found in (trace.operations, trace.nodes, trace.transfers, trace.kernels):
             found.sort(key=lambda event: event.start)
-        if not self.cuda:
+        if self.memory:
             trace.allocations = [
                 HostAllocation(
                     e.start_time_ns + offset, e.extra_fields.ptr, e.extra_fields.alloc_size

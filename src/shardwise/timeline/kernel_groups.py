@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASES = ("forward", "backward", "optimizer")
-# By what a name says, the first that fits. A fused attention is products and softmax in one; the
-# loss's log-softmax is a softmax too.
+# By what a name says, the first that fits. A fused attention (torch's kernels, and ours) is products
+# and softmax in one; the loss's log-softmax is a softmax too.
 _NAMES = (
     ("collectives", r"nccl|gloo:|c10d|allreduce|all_reduce|allgather|all_gather|reduce_scatter"),
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|attention"
-                  r"|\b(forward|joined|dq|dkdv|dq_from_stash|lines|split)_kernel"),  # ours
+                  r"|\b(forward|joined|dq|dkdv|dq_from_stash|lines|split)(_hopper)?_kernel"),
     ("products", r"gemm|gemv|nvjet|xmma|cutlass|splitk|dot_kernel|conv(?!ert)"
                  r"|::(mm|bmm|addmm|baddbmm|matmul|linear|dot|mv|addmv|_scaled_mm)$"),
     ("softmax", r"softmax"),
