@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASES = ("forward", "backward", "optimizer")
-# By what a name says, the first that fits. A fused attention (torch's kernels, and ours) is products
-# and softmax in one; the loss's log-softmax is a softmax too.
+# By what a name says, the first that fits. A fused attention (torch's kernels, and ours) is both
+# products and softmax; the loss's log-softmax is a softmax too.
 _NAMES = (
     ("collectives", r"nccl|gloo:|c10d|allreduce|all_reduce|allgather|all_gather|reduce_scatter"),
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|attention"

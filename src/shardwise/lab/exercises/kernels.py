@@ -98,9 +98,12 @@ def measure(case: ModelCase, steps: int) -> Row:
             subject.step()
         with no_garbage_collection():
             timer = timer_on(case.device)
-            clock = [timer(subject.infer).step_ms for _ in range(steps)]
-            forwards = [_trace_forward(subject) for _ in range(TRACED)]
-            traced = [_trace_step(subject) for _ in range(TRACED)]
+            clock, forwards, traced = [], [], []
+            for i in range(max(steps, TRACED)):  # in turn: what disturbs one disturbs the others
+                clock.append(timer(subject.infer).step_ms)
+                if i < TRACED:
+                    forwards.append(_trace_forward(subject))
+                    traced.append(_trace_step(subject))
         forward = sorted(forwards, key=lambda found: found["ms"])[TRACED // 2]
         step = sorted(traced, key=_ms)[TRACED // 2]
         found: Row = {"of": "kernels" if case.device == "cuda" else "operators"}
@@ -317,7 +320,7 @@ def print_answers(rows: list[Row], environment: dict[str, Any]) -> None:
                 cells = [f"{k['calls']:,}", f"{k['ms']:.2f}", f"{k['share']:.0%}"]
                 kernels.append([f"{name} {done}", k["name"], *cells])
         for group in dict.fromkeys((*row["shares"]["forward"], *row["shares"]["whole step"])):
-            cells = (f"{row['shares'][d].get(group, 0.0):.1%}" for d in ("forward", "whole step"))
+            cells = [f"{row['shares'][d].get(group, 0.0):.1%}" for d in ("forward", "whole step")]
             shares.append([name, group, *cells])
         for part, ms in row["attention_ms"].items():
             gflop = row["attention_flops"][part] / 1e9
