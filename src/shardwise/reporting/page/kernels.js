@@ -31,7 +31,7 @@ function fillKernels(body) {
     const groups = Object.entries(phase.groups).sort((a, b) => b[1] - a[1]).flatMap(([name, ns]) => [
       el("span", {}, name), el("div", { class: "track" }, el("i", { style: `left: 0; width: ${100 * ns / phase.compute}%; background: var(--${KERNEL_COLOURS[name] || "other"})` })),
       num(`${pointer}/groups/${name}`, "time"), el("span", { class: "share" }, num(`${pointer}/groups/${name}`, "share", { over: `${pointer}/compute` }))]);
-    const rows = phase.longest.map((kernel, i) => el("tr", {}, el("td", {}, kernel.name), el("td", {}, kernel.group),
+    const rows = phase.longest.map((kernel, i) => el("tr", {}, el("td", {}, kernel.name), el("td", { class: "unit" }, kernel.group),
       el("td", { class: "num" }, num(`${pointer}/longest/${i}/count`, "count")), el("td", { class: "num" }, num(`${pointer}/longest/${i}/ns`, "time")),
       el("td", { class: "num apart" }, num(`${pointer}/longest/${i}/ns`, "share", { over: `${pointer}/compute` }))));
     const heads = [el("th", {}, "kernel"), el("th", {}, "group"), el("th", { class: "num" }, "calls"), el("th", { class: "num" }, "time"), el("th", { class: "num apart" }, "share")];

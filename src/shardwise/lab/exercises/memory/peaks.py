@@ -118,8 +118,10 @@ class MeasuredModel:
         """Peaks and, on a CPU always, curve and names."""
         try:
             self.release()
-            peaks = self.run(case, mode)[0] if self.on_gpu else []
-            self.release()
+            peaks: list[int] = []
+            if self.on_gpu:
+                peaks = self.run(case, mode)[0]
+                self.release()
             found: Row = {"parameter_bytes": self.count_parameters()}
             if with_curve or not self.on_gpu:
                 trace = self.profile(case, mode)
@@ -268,7 +270,7 @@ def _describe(row: Row) -> str:
     name = f"{row['size']} {row['precision']} {row['context']} {row['mode']}: "
     if "failure" in row:
         return name + row["failure"]
-    return name + ", ".join(f"{peak['bytes'] / 1e6:,.3g} MB" for peak in row["peaks"])
+    return name + ", ".join(show_bytes(peak["bytes"]) for peak in row["peaks"])
 
 
 def print_peaks(rows: list[Row], environment: dict[str, Any]) -> None:

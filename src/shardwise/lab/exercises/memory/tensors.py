@@ -24,7 +24,8 @@ from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table
 
 BATCH = 8  # of table 4
-WIDTHS, LENGTHS = (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384)
+WIDTHS: tuple[int, ...] = (16, 32, 64, 128)
+LENGTHS = (256, 1024, 4096, 8192, 16384)
 ON_A_CPU, IN_A_TRIAL = 3, 2  # of the lengths
 
 
@@ -77,7 +78,8 @@ def count_kept(attend: Callable[..., Tensor], width: int, tokens: int, device: s
 def run_residual(file: RowFile, sizes: Iterable[str]) -> None:
     """The tensor that a first block gives, of models without memory: the meta device."""
     for size in file.missing(sizes, lambda size: f"residual/{size}"):
-        model = make_model(dataclasses.replace(SIZES[size], layers=1), "meta", seed004.CONTEXT)
+        one = dataclasses.replace(SIZES[size], layers=1, rotary=False)  # the stream is the same
+        model = make_model(one, "meta", seed004.CONTEXT)
         tokens = torch.zeros(seed004.BATCH, seed004.CONTEXT, dtype=torch.long, device="meta")
         stream = model.layers[0](model.embedding(tokens))
         row: Row = {
@@ -94,8 +96,10 @@ def run_attention(file: RowFile, quick: bool) -> None:
     """Table 4's last column: derived, counted, and the document's."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = LENGTHS if device == "cuda" else LENGTHS[:ON_A_CPU]
-    lengths = lengths[:IN_A_TRIAL] if quick else lengths
-    shapes = [(width, tokens) for width in WIDTHS for tokens in lengths]
+    widths = WIDTHS
+    if quick:
+        widths, lengths = (WIDTHS[0], WIDTHS[-1]), lengths[:IN_A_TRIAL]
+    shapes = [(width, tokens) for width in widths for tokens in lengths]
     for width, tokens in file.missing(shapes, lambda shape: f"attention/{shape[0]}/{shape[1]}"):
         row: Row = {
             "key": f"attention/{width}/{tokens}", "part": "attention", "width": width,
