@@ -180,7 +180,8 @@ def run_attention(file: RowFile, quick: bool) -> None:
         bench = bench or Bench(quick, ceilings=False)
         row = {"key": f"attention/{case.key}", "part": "attention", **asdict(bench.measure(case))}
         file.add(row)
-        say(f"attention {case.backend} {case.dim} {case.seq}: {row['failure'] or row['ms']}")
+        told = row["failure"] or ", ".join(f"{part} {row['ms'][part]:.3f} ms" for part in PARTS[:2])
+        say(f"attention {case.backend} {case.dim} {case.seq}: {told}")
 
 
 def _describe(row: Row) -> str:

@@ -122,7 +122,7 @@ def draw(rows: list[Row]) -> str:
         bars: dict[str, float | None] = {part: held[part]["mean"] for part in PARTS}
         for document in row["seed"]:
             for part in PARTS[:2]:
-                bars[f"{part}, the document's {document['hardware']}"] = document[part]
+                bars[f"document's {document['hardware']}, {part}"] = document[part]
         groups[f"{row['size']} {row['precision']}"] = bars
     return draw_bars("A step's parts", groups, "ms")
 

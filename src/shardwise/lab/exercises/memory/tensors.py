@@ -142,7 +142,7 @@ def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
 
 
 ACCOUNT = """\
-derived: 8 b s^2 + 16 b s d bytes, two tensors of the scores' size and q, k, v, o
+derived: 8 b s^2 + 16 b s d bytes, two of the scores' size and q, k, v, o
 by hand: softmax of its parts keeps the exponentials and the quotients: the two
 softmax: torch's operator keeps only its result
 The document's figure is all that its GPU had allocated. What is left over is 32
