@@ -59,7 +59,8 @@ def make_memory(result: Result) -> str:
     """Table 3, for all sizes: GB at the peak."""
     heads = ["model", "precision", "context", "inference", "forward", "seed's forward",
              "first step", "second step", "seed's step"]  # fmt: skip
-    rows = {(r["size"], r["precision"], r["context"], r["mode"]): r for r in result["rows"]}
+    rows = {(r["size"], r["precision"], r["context"], r["mode"]): r
+            for r in result["rows"] if "mode" in r}  # fmt: skip
     lines = []
     for size, precision, context in dict.fromkeys(key[:3] for key in rows):
         cells = [size, precision, str(context)]
@@ -79,10 +80,10 @@ def make_holders(result: Result) -> str:
     """What holds the memory of the largest model at its peaks, GB, and its largest tensors."""
     heads = ["precision", "context", "pass", "parameters", "gradients", "moments", "activations",
              "rest", "largest tensors"]  # fmt: skip
-    size = result["rows"][-1]["size"]
+    rows = [row for row in result["rows"] if "mode" in row]
     lines = []
-    for row in result["rows"]:
-        if row["size"] != size or "curve" not in row:
+    for row in rows:
+        if row["size"] != rows[-1]["size"] or "curve" not in row:
             continue
         for peak in row["peaks"]:
             roles = [peak["roles"][name] for name in heads[3:7]]

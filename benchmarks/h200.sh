@@ -51,6 +51,11 @@ run_part() {
                 --json "$out/grouped-step-h200.json" "${commit[@]}" ;;
         overlap) shardwise bench overlap --json "$out/overlap-h200.json" \
             --plot "$out/overlap-h200.svg" "${commit[@]}" ;;
+        kernels) shardwise bench kernels --precision fp32,bf16 --json "$out/kernels-h200.json" \
+            --plot "$out/kernels-h200.svg" "${commit[@]}" ;;
+        memory) go_on memory-h200.json
+            shardwise bench memory --parts residual,attention --resume \
+                --json "$out/memory-h200.json" "${commit[@]}" ;;
         compile) go_on compile-h200.json
             shardwise bench compile --parts model --scopes whole --jobs 5 --resume \
                 --json "$out/compile-h200.json" "${commit[@]}" ;;
@@ -60,7 +65,7 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin check emulate llama8b accuracy ffn attention profile overlap grouped compile)
+    step step-dropin check emulate llama8b accuracy ffn attention profile overlap grouped kernels memory compile)
 failed=()
 for part in "${parts[@]}"; do
     [ -e "$out/$part.done" ] && continue

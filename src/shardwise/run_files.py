@@ -8,10 +8,11 @@ TIMELINE = "timeline.json"  # one measured step of every rank, with memory by ro
 PREDICTED = "predicted.json"  # the same step as the plan's simulation has it (a Timeline)
 MEMORY = "memory.json"  # what the allocator says: allocated, reserved, active, the limit
 MESSAGES = "messages.json"  # this step's collectives, and the size-to-time curve they should follow
+KERNELS = "kernels.json"  # the traced step's kernels, or a host's operators, by phase and name
 TRACE = "trace.json"  # the measured step for Perfetto and chrome://tracing
 REPORT = "report.html"
 # A timeline's label `timing`: whether the step that it shows paid for its trace.
 TRACED, UNTRACED = "traced", "untraced"
 FILES = (
-    METRICS, CONFIG, PLAN, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, TRACE, REPORT,
+    METRICS, CONFIG, PLAN, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, KERNELS, TRACE, REPORT,
 )  # fmt: skip

@@ -23,8 +23,19 @@ from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import cut_described
-from shardwise.run_files import CONFIG, FACTS, MEMORY, MESSAGES, METRICS, PLAN, PREDICTED, TIMELINE
+from shardwise.run_files import (
+    CONFIG,
+    FACTS,
+    KERNELS,
+    MEMORY,
+    MESSAGES,
+    METRICS,
+    PLAN,
+    PREDICTED,
+    TIMELINE,
+)  # fmt: skip
 from shardwise.timeline import Span, Timeline
+from shardwise.timeline.kernel_groups import Ran, tabulate
 
 DEVICE = Device("d", 1.2e9, 1e15, 1.0, 1e-6, (MatmulRate("float32", 1e12, 1.0),))
 
@@ -115,6 +126,7 @@ def make_run(folder: Path, *, title: str = "", steps: int = 40, **world: object)
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / MEMORY).write_text(json.dumps(_memory(measured)))
     (folder / MESSAGES).write_text(json.dumps(_messages(measured)))
+    (folder / KERNELS).write_text(json.dumps(_kernels(measured)))
     return folder
 
 
@@ -147,6 +159,20 @@ def _messages(timeline: Timeline) -> dict[str, object]:
         for k in range(14, 30)
     ]
     return {"cluster": "made-up", "messages": messages, "curve": curve}
+
+
+def _kernels(timeline: Timeline) -> dict[str, object]:
+    names = (("sgemm_128x64", 40), ("softmax_warp_forward", 8), ("Memcpy DtoD", 3), ("nccl", 9))
+    ran = [
+        (phase, Ran(name, 0, 100_000 * share + 7_000 * rank))
+        for rank in timeline.ranks
+        for phase in ("forward", "backward", "optimizer")
+        for name, share in names
+        for _ in range(8)
+    ]
+    each = len(ran) // len(timeline.ranks)
+    return {"ranks": [{"rank": rank, "rows": tabulate(ran[i * each : (i + 1) * each])}
+                      for i, rank in enumerate(timeline.ranks)]}  # fmt: skip
 
 
 def crowd(spans: int, ranks: int = 2) -> Timeline:

@@ -106,7 +106,7 @@ def test_it_opens_from_disk_silently_and_fits(
     assert said == []
     assert [url for url in asked if not url.startswith("data:")] == [page.resolve().as_uri()]
     assert browser.run("return document.documentElement.scrollWidth") <= width
-    assert browser.run("return document.querySelectorAll('section').length") == 8
+    assert browser.run("return document.querySelectorAll('section').length") == 9
     assert browser.run("return document.querySelectorAll('#findings > ol > li').length") == 3
     text = browser.run("return document.body.innerText")
     assert not any(word in text for word in ("[object", "undefined", "NaN", "null"))
@@ -394,7 +394,7 @@ def test_what_a_reader_should_know_of_a_step_stands_below_it(
 def test_what_is_missing_says_how_to_get_it(browser: Browser, pages: SimpleNamespace) -> None:
     browser.open(pages.logged)
     notes = browser.run("return [...document.querySelectorAll('.missing')].map(e => e.innerText)")
-    assert sum("shardwise train --profile 3" in note for note in notes) == 5
+    assert sum("shardwise train --profile 3" in note for note in notes) == 6
     browser.open(pages.step)
     notes = browser.run("return [...document.querySelectorAll('.missing')].map(e => e.innerText)")
     assert any("shardwise train" in note for note in notes)
@@ -446,3 +446,19 @@ def test_fingers_zoom_and_a_tap_answers(browser: Browser, pages: SimpleNamespace
         assert " ms" in text
     finally:
         command("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def test_kernels_of_a_phase_by_name(browser: Browser, pages: SimpleNamespace) -> None:
+    browser.open(pages.run, 1200, 900)
+    names = (
+        "return [...document.querySelectorAll('#kernels tbody tr')].map(r => r.cells[0].innerText)"
+    )
+    assert browser.run(names)[:2] == ["sgemm_128x64", "sgemm_128x64"]  # the optimizer's own apart
+    press = "[...document.querySelectorAll('#kernels button')].find(b => b.innerText == 'Forward')"
+    browser.run(f"{press}.click()")
+    assert browser.run(names) == ["sgemm_128x64", "softmax_warp_forward", "Memcpy DtoD"]
+    shares = browser.run(
+        "return [...document.querySelectorAll('#kernels .falls .share .num')].map(e => e.innerText)"
+    )
+    assert sum(float(share.split()[0]) for share in shares) == pytest.approx(100, abs=1)
+    assert browser.run("return document.querySelectorAll('#kernels i').length") == 3

@@ -16,9 +16,11 @@ from shardwise.cli import main
 from shardwise.description.language_model import make_model
 from shardwise.description.preset import Size
 from shardwise.errors import UserError
+from shardwise.lab.attention.seed import tables_4_and_5
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import summarize
 from shardwise.lab.exercises.memory.peaks import MeasuredModel
+from shardwise.lab.exercises.memory.tensors import attention_bytes
 from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
@@ -230,11 +232,31 @@ def test_memory_of_a_forward_pass_exceeds_inference_and_is_drawn(tmp_path):
     path, plot = tmp_path / "memory.json", tmp_path / "memory.svg"
     command = ["bench", "memory", "--quick", "--sizes", "small", "--precision", "fp32"]
     command += ["--contexts", "512", "--json", str(path), "--plot", str(plot)]
-    assert main(command) == 0
+    assert main([*command, "--parts", "peaks"]) == 0
     by_mode = {row["mode"]: row["peaks"][-1]["bytes"] for row in read(path)}
     assert by_mode["inference"] < by_mode["forward"] < by_mode["step"]
     ElementTree.parse(plot)
     assert plot.read_text().count("<path") == 3
+
+
+def test_attention_keeps_what_the_document_accounts_for(tmp_path, capsys):
+    path = tmp_path / "memory.json"
+    command = ["bench", "memory", "--quick", "--parts", "residual,attention", "--json", str(path)]
+    assert main(command) == 0
+    rows = {row["key"]: row for row in read(path)}
+    stream = rows["residual/2.7b"]
+    assert (
+        stream["bytes"] == stream["derived_bytes"] == 5 * 2**20 == stream["document"]["mib"] * 2**20
+    )
+    row = rows["attention/128/1024"]
+    # Softmax of its parts keeps two tensors of the scores' size, and one number for each row.
+    assert row["by_hand_bytes"] == pytest.approx(row["derived_bytes"], rel=2e-3)
+    scores = 4 * 8 * 1024**2
+    assert row["by_hand_bytes"] - row["torch_softmax_bytes"] == pytest.approx(scores, rel=5e-3)
+    assert capsys.readouterr().out.count("5.0 ") == 3
+    for width, tokens in ((16, 16384), (128, 16384), (64, 4096)):
+        document = tables_4_and_5(width, tokens)["alone"]["memory_gb"] * 1e9
+        assert document - attention_bytes(width, tokens) == pytest.approx(64 * 2**20, rel=0.03)
 
 
 # compile
@@ -293,7 +315,7 @@ def test_a_micro_batch_of_the_feed_forward_stack_is_timed(tmp_path, capsys):
     rows = read(path)
     assert [row["micro_batch"] for row in rows] == [1, 2]
     assert all(row["step_ms"] > 0 and row["precision"] == "fp32" for row in rows)
-    assert "1 x 16 tokens: " in capsys.readouterr().out
+    assert "1 x 16 tokens " in capsys.readouterr().out
     assert main(command) == 0 and read(path) == rows  # nothing was measured again
 
 
@@ -320,7 +342,8 @@ def test_wrong_words_are_answered_before_anything_runs(words, message, capsys):
 
 
 def test_help_teaches(capsys):
-    for name in ("forward-backward", "memory", "compile", "overlap", "ffn"):
+    names = ("forward-backward", "memory", "compile", "overlap", "ffn", "kernels")
+    for name in (*names, "mixed-precision"):
         with pytest.raises(SystemExit):
             main(["bench", name, "--help"])
         text = capsys.readouterr().out

@@ -26,8 +26,8 @@ The program needs no change: it trains with shardwise, or with torch's fully_sha
 DistributedDataParallel, and steps with a torch optimizer. Its steps are profiled after the first
 ones, which warm up. Tracing lengthens a step, so some are traced and the others timed: on a CPU the
 last is traced, on CUDA the first two. Ask for five or more where the step's time matters; one alone
-is a traced step, which is not to be compared with a timed one. timeline.json,
-memory.json, messages.json and trace.json (for ui.perfetto.dev) are written to DIR, and on CUDA a
+is a traced step, which is not to be compared with a timed one. timeline.json, memory.json,
+messages.json, kernels.json and trace.json (for ui.perfetto.dev) are written to DIR, and on CUDA a
 memory snapshot for pytorch.org/memory_viz.
 """
 

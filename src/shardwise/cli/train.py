@@ -41,7 +41,8 @@ def add_parser(subparsers: Any) -> None:
         help="train a language model under a plan",
         description="Trains a transformer language model and writes metrics.jsonl, config.toml,\n"
         "plan.json and run.json to DIR, and with --profile timeline.json, predicted.json,\n"
-        "memory.json, messages.json and trace.json. Starts the ranks itself, or joins torchrun's.",
+        "memory.json, messages.json, kernels.json and trace.json. Starts the ranks itself, or\n"
+        "joins torchrun's.",
         epilog=_EXAMPLES + describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

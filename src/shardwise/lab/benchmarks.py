@@ -15,17 +15,14 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
-from shardwise.lab.catalog.assignment import COMPILE, FORWARD_BACKWARD, MEMORY, OVERLAP
-from shardwise.lab.catalog.engine import ACCURACY, ATTENTION, CAP, GATHER, PROFILE, STEP
-from shardwise.lab.catalog.grouped import GROUPED_STEP
-from shardwise.lab.catalog.hybrid import FFN
+from shardwise.lab.catalog import assignment, engine, grouped, hybrid
 
 BENCHMARKS = (
-    STEP, GATHER, ATTENTION, PROFILE, ACCURACY, CAP,
-    FORWARD_BACKWARD, MEMORY, COMPILE, OVERLAP,
-    FFN,
-    GROUPED_STEP,
-)  # fmt: skip
+    *engine.BENCHMARKS,
+    *assignment.BENCHMARKS,
+    *grouped.BENCHMARKS,
+    *hybrid.BENCHMARKS,
+)
 
 
 def add_parser(subparsers: Any) -> None:

@@ -8,7 +8,10 @@ from xml.sax.saxutils import escape
 
 from shardwise.lab.pictures import element, line, picture, rect, text
 
-_COLORS = ("#c0392b", "#5b7fa6", "#e49444", "#6a9f58", "#967bb6", "#888888", "#2c7a7b", "#b7791f")
+_COLORS = (
+    "#c0392b", "#5b7fa6", "#e49444", "#6a9f58", "#967bb6", "#888888", "#2c7a7b", "#b7791f",
+    "#d98aa0",
+)  # fmt: skip
 _WIDTH, _LEFT, _RIGHT = 760, 210, 90
 _TOP, _BAR, _GAP = 58, 16, 12
 _PLOT_HEIGHT = 260
@@ -22,8 +25,9 @@ def draw_bars(title: str, groups: Groups, unit: str) -> str:
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     figures = [value for group in groups.values() for value in group.values() if value is not None]
     most = max(figures, default=0.0) or 1.0
-    parts = [text(16, 22, escape(title), font_size=15), *_legend(names)]
-    y = float(_TOP)
+    legend, more = _legend(names)
+    parts = [text(16, 22, escape(title), font_size=15), *legend]
+    y = float(_TOP + more)
     for label, group in groups.items():
         middle = y + len(group) * _BAR / 2 + 4
         parts.append(text(_LEFT - 8, middle, escape(label), text_anchor="end"))
@@ -52,11 +56,13 @@ def draw_curves(
     """A curve for each name; `dashed` ones are predictions or a document's."""
     names = list(curves)
     points = [point for curve in curves.values() for point in curve]
-    parts = [text(16, 22, escape(title), font_size=15), *_legend(names)]
-    height = _TOP + _PLOT_HEIGHT + 46
+    legend, more = _legend(names)
+    head = _TOP + more
+    parts = [text(16, 22, escape(title), font_size=15), *legend]
+    height = head + _PLOT_HEIGHT + 46
     if points:
         x_axis = _Axis([x for x, _ in points], log_x, 70, _WIDTH - 30)
-        y_axis = _Axis([y for _, y in points], log_y, _TOP + _PLOT_HEIGHT, _TOP + 8)
+        y_axis = _Axis([y for _, y in points], log_y, head + _PLOT_HEIGHT, head + 8)
         parts += _grid(x_axis, y_axis)
         for name, curve in curves.items():
             color = _COLORS[names.index(name) % len(_COLORS)]
@@ -70,7 +76,7 @@ def draw_curves(
                 hover = element("title", escape(f"{name}: {x:.4g} {x_label}, {y:.4g} {y_label}"))
                 parts.append(element("circle", hover, cx=left, cy=top, r=3, fill=color))
     parts.append(text(_WIDTH / 2, height - 8, escape(x_label), text_anchor="middle", fill="#444"))
-    parts.append(text(16, _TOP + 2, escape(y_label), fill="#444"))
+    parts.append(text(16, head + 2, escape(y_label), fill="#444"))
     return picture(_WIDTH, height, escape(title), parts)
 
 
@@ -112,10 +118,13 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
     return parts
 
 
-def _legend(names: Sequence[str]) -> list[str]:
-    parts, x = [], 16
+def _legend(names: Sequence[str]) -> tuple[list[str], int]:
+    """In as many lines as it needs, and the height of those after the first."""
+    parts, x, y = [], 16, 34
     for i, name in enumerate(names):
-        color = _COLORS[i % len(_COLORS)]
-        parts += [rect(x, 34, 10, 10, color), text(x + 15, 43, escape(name))]
-        x += 32 + 7 * len(name)
-    return parts
+        width = 32 + 7 * len(name)
+        if x > 16 and x + width > _WIDTH:
+            x, y = 16, y + 16
+        parts += [rect(x, y, 10, 10, _COLORS[i % len(_COLORS)]), text(x + 15, y + 9, escape(name))]
+        x += width
+    return parts, y - 34

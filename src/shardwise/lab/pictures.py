@@ -157,7 +157,7 @@ def _memory_legend() -> list[str]:
         parts += [rect(x, 30, 14, 11, color), text(x + 18, 40, name)]
         x += 90
     parts.append(line(x, 36, x + 18, 36, stroke=_SEED_PEAK, stroke_dasharray="4 3"))
-    return [*parts, text(x + 24, 40, "peak that seed 004 gives")]
+    return [*parts, text(x + 24, 40, "the document's peak")]
 
 
 def _memory_panel(row: Row, x: int, y: int, top: float, scale: bool) -> list[str]:

@@ -36,7 +36,7 @@ from shardwise.engine.marks import Marks
 from shardwise.profiling.foreign import note_torch, uses_fsdp
 from shardwise.profiling.memory import CudaHistory, Owners, find_owners
 from shardwise.profiling.merge import MeasuredMessage, Peers, merge
-from shardwise.profiling.shown_step import Collected, choose, read_step
+from shardwise.profiling.shown_step import Collected, choose, read_kernels, read_step
 from shardwise.profiling.step_times import OptimizerNesting, StepTimes
 from shardwise.profiling.trace import Tracer
 from shardwise.profiling.write import write_profile, write_raw
@@ -90,7 +90,9 @@ class Profile:
         self._nesting = OptimizerNesting()
         self._timeline: Timeline | None = None
         self.messages: list[MeasuredMessage] = []
-        self.memory: list[dict[str, Any]] = []  # one for each rank, as memory.json has it
+        # One for each rank, as memory.json and kernels.json have it.
+        self.memory: list[dict[str, Any]] = []
+        self.kernels: list[dict[str, Any]] = []
 
     # Running
 
@@ -264,9 +266,12 @@ class Profile:
                 labels["note"] = choice.note
             if choice.warns and self._peers.leads:
                 warnings.warn(f"profile: {choice.note}", stacklevel=2)
-            told = self._peers.exchange((labels, read_step(self._seen, choice, self._peers.rank)))
-            merged = merge([step for _, step in told], labels=told[0][0])
+            mine = read_step(self._seen, choice, self._peers.rank)
+            ran = read_kernels(self._seen, choice, trace)
+            told = self._peers.exchange((labels, mine, ran))
+            merged = merge([step for _, step, _ in told], labels=told[0][0])
             self._timeline, self.messages, self.memory = merged
+            self.kernels = [{"rank": step.rank, "rows": rows} for _, step, rows in told if rows]
 
     def _find_owners(self) -> Owners:
         return find_owners(self.engines, self.model, self._optimizers.values(), self._device)
@@ -298,14 +303,17 @@ class Profile:
         return self._timeline
 
     def write(self, directory: str | Path, cluster: str = "") -> None:
-        """Write timeline.json, memory.json, messages.json and trace.json; all ranks may call it,
-        the first one writes. `cluster` is the one whose model of collectives messages are compared
-        with. Every rank adds torch's own trace, if `traces` kept it, and CUDA's memory snapshot.
+        """Write timeline.json, memory.json, messages.json, kernels.json and trace.json; all ranks
+        may call it, the first one writes. `cluster` is the one whose model of collectives messages
+        are compared with. Every rank adds torch's own trace, if `traces` kept it, and CUDA's memory
+        snapshot.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self._peers.leads:
-            write_profile(directory, self.timeline, self.messages, self.memory, cluster)
+            write_profile(
+                directory, self.timeline, self.messages, self.memory, self.kernels, cluster
+            )
         history = self._seen.history
         snapshot = history.snapshot if history is not None else None
         profiler = self._tracer.profiler if self.traces else None

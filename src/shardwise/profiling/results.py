@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import UserError
 
@@ -87,13 +87,14 @@ def print_table(
     width: int = 110,
 ) -> None:
     """Print lines of cells under their heads (those of `left` to the left, the others to the
-    right), and where the figures are from.
+    right), and where the figures are from. A long word goes on in the next line: no cell is cut.
     """
     from rich.table import Table
 
     table = Table(title=title)
     for head in heads:
-        table.add_column(head, justify="left" if head in left else "right")
+        justify: Literal["left", "right"] = "left" if head in left else "right"
+        table.add_column(head, justify=justify, overflow="fold")
     for line in lines:
         table.add_row(*line)
     console = open_console(width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from shardwise.profiling.step_times import StepTimes
 from shardwise.profiling.trace import TorchTrace, unix_offset
 from shardwise.profiling.traced_to_timed import StepMap, bring_kernels
 from shardwise.run_files import TRACED, UNTRACED
+from shardwise.timeline.kernel_groups import tabulate
 
 NO_TRACE = (
     "the profile ended before its last step, the traced one: what the host did between operations "
@@ -132,6 +134,17 @@ def read_step(seen: Collected, choice: Choice, rank: int) -> RankStep:
         assert trace is not None
         spans, transfers, opened, _ = device_spans(trace, marks, start, end, rank)
     return RankStep(rank, opened, seen.ahead, spans, transfers, _read_memory(seen, choice, rank))
+
+
+def read_kernels(seen: Collected, choice: Choice, trace: TorchTrace | None) -> list[dict[str, Any]]:
+    """This rank's kernels, or a host's operators, in the traced step, by phase and name. After
+    `read_step`, which completes the marks.
+    """
+    if trace is None or choice.source is None:
+        return []
+    start, end = seen.steps.bounds[choice.source]
+    known = HostPieces(seen.marks, start, end)
+    return tabulate((known.at(ran.begun).phase, ran) for ran in trace.list_ran(start, end))
 
 
 def _read_memory(seen: Collected, choice: Choice, rank: int) -> StepMemory:

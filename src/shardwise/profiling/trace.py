@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.description.tracing.torch_private import profiler_runs
 from shardwise.engine import torch_private
+from shardwise.timeline.kernel_groups import Ran, own_times, shorten
 
 _ANCHOR = "shardwise.anchor"
 _ANCHORS = 4  # the first is slow; the tightest counts
@@ -66,16 +67,29 @@ class TorchTrace:
     kernels: list[Kernel] = field(default_factory=list)
     allocations: list[HostAllocation] = field(default_factory=list)
 
+    def list_ran(self, start: int, end: int) -> list[Ran]:
+        """What ran of all that the host began from `start` to `end`: a device's kernels, or the
+        host's operators and gloo's transfers.
+        """
+        if self.kernels:
+            ran = [Ran(shorten(k.name), k.launched, k.end - k.start) for k in self.kernels]
+        else:
+            ran = own_times((o.name, o.start, o.end, o.thread) for o in self.operations)
+            ran += [Ran(e.name, e.start, e.end - e.start) for e in self.transfers]
+        return [each for each in ran if start <= each.begun < end]
+
 
 class Tracer:
     """torch's profiler between `start` and `stop`.
 
     `operations` adds the host's to a device's, where they are most of the cost. The host's
-    allocations are followed without a device; CUDA's allocator keeps a history of its own.
+    allocations are followed without a device, unless `memory` is of no interest; CUDA's allocator
+    keeps a history of its own.
     """
 
-    def __init__(self, cuda: bool, operations: bool = True) -> None:
+    def __init__(self, cuda: bool, operations: bool = True, memory: bool = True) -> None:
         self.cuda, self.anchored = cuda, operations or not cuda
+        self.memory = memory and not cuda
         self.profiler: profile | None = None
         self._anchors: list[tuple[int, int]] = []
 
@@ -90,7 +104,7 @@ class Tracer:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # it has one cycle only, and loses nothing
-            self.profiler = profile(activities=activities, profile_memory=not self.cuda)
+            self.profiler = profile(activities=activities, profile_memory=self.memory)
             self.profiler.start()
         self._anchor()
 
@@ -134,7 +148,7 @@ class Tracer:
             trace.kernels.append(Kernel(event.name(), start, end, stream, launched, kind))
         for found in (trace.operations, trace.nodes, trace.transfers, trace.kernels):
             found.sort(key=lambda event: event.start)
-        if not self.cuda:
+        if self.memory:
             trace.allocations = [
                 HostAllocation(
                     e.start_time_ns + offset, e.extra_fields.ptr, e.extra_fields.alloc_size

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import collective_time
 from shardwise.profiling.merge import MeasuredMessage
-from shardwise.run_files import MEMORY, MESSAGES, TIMELINE, TRACE
+from shardwise.run_files import KERNELS, MEMORY, MESSAGES, TIMELINE, TRACE
 from shardwise.timeline import Timeline
 
 _CURVE_POINTS = 13
@@ -25,11 +25,13 @@ def write_profile(
     timeline: Timeline,
     messages: Sequence[MeasuredMessage],
     memory: list[dict[str, Any]],
+    kernels: list[dict[str, Any]],
     cluster: str,
 ) -> None:
     """Write what the report reads, and the trace for Perfetto."""
     (directory / TIMELINE).write_text(timeline.to_json() + "\n")
     (directory / MEMORY).write_text(json.dumps({"ranks": memory}) + "\n")
+    (directory / KERNELS).write_text(json.dumps({"ranks": kernels}) + "\n")
     (directory / MESSAGES).write_text(json.dumps(_messages(messages, cluster)) + "\n")
     (directory / TRACE).write_text(json.dumps(timeline.to_chrome()) + "\n")
 

@@ -21,7 +21,7 @@ from shardwise.reporting.findings.differences import compare, name_apart
 from shardwise.reporting.messages import bandwidth
 from shardwise.reporting.metrics import curves
 from shardwise.reporting.run import Run
-from shardwise.reporting.side import draw_side, source_of
+from shardwise.reporting.side import draw_kernels, draw_side, source_of
 from shardwise.reporting.summary import describe, summarize
 from shardwise.timeline import Timeline
 
@@ -29,7 +29,7 @@ _PAGE = Path(__file__).parent / "page"
 _STYLES = ("uplot.css", "page.css")
 _SCRIPTS = (
     "uplot.js", "core.js", "plot.js", "findings.js", "waterfall.js", "streams.js", "memory.js",
-    "units.js", "wire.js", "curves.js", "main.js",
+    "units.js", "kernels.js", "wire.js", "curves.js", "main.js",
 )  # fmt: skip
 
 
@@ -67,8 +67,8 @@ def _read(name: str) -> str:
 def report(plan: Any, measured: Any, *, predicted: Timeline | None = None) -> Report:
     """Put a Plan and a measured step side by side; `.write("report.html")` writes the page.
 
-    `measured` is a Timeline, or what `sw.profile` gives (it has one as `.timeline`, and `.memory`
-    and `.messages`). `predicted` is what `sw.simulate` gives. `plan` may be None.
+    `measured` is a Timeline, or what `sw.profile` gives (it has one as `.timeline`, and `.memory`,
+    `.messages` and `.kernels`). `predicted` is what `sw.simulate` gives. `plan` may be None.
     """
     timeline = measured if isinstance(measured, Timeline) else getattr(measured, "timeline", None)
     if not isinstance(timeline, Timeline):
@@ -76,8 +76,8 @@ def report(plan: Any, measured: Any, *, predicted: Timeline | None = None) -> Re
             f"a report needs a Timeline or an object with one as `.timeline`, got "
             f"{type(measured).__name__}; `with sw.profile(model, steps=3) as measured` makes one"
         )
-    memory, messages = (() if timeline is measured else getattr(measured, name, ())
-                        for name in ("memory", "messages"))  # fmt: skip
+    memory, messages, kernels = (() if timeline is measured else getattr(measured, name, ())
+                                 for name in ("memory", "messages", "kernels"))  # fmt: skip
     return report_run(
         Run(
             name=timeline.labels.get("title") or (plan.title if plan is not None else "step"),
@@ -87,6 +87,7 @@ def report(plan: Any, measured: Any, *, predicted: Timeline | None = None) -> Re
             predicted=predicted,
             memory={"ranks": list(memory)},
             messages={"messages": [vars(message) for message in messages]},
+            kernels={"ranks": list(kernels)},
         )
     )
 
@@ -137,6 +138,7 @@ def _compose(
             "more": [finding.to_dict() for finding in more],
             "sides": sides,
             "units": list(dict.fromkeys(computing)),
+            "kernels": [draw_kernels(run) for run in runs if run.kernels.get("ranks")],
             "wires": [bandwidth(run) for run in runs if run.messages],
             "curves": curves(list(runs)),
             "runs": [describe(run) for run in runs],

@@ -12,7 +12,17 @@ from statistics import median
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.run_files import CONFIG, FACTS, MEMORY, MESSAGES, METRICS, PLAN, PREDICTED, TIMELINE
+from shardwise.run_files import (
+    CONFIG,
+    FACTS,
+    KERNELS,
+    MEMORY,
+    MESSAGES,
+    METRICS,
+    PLAN,
+    PREDICTED,
+    TIMELINE,
+)  # fmt: skip
 from shardwise.timeline import Timeline
 
 # What a report needs of a run's files: a key that ends in ? may be missing or null; keys that are
@@ -37,6 +47,11 @@ _MESSAGES = {
     ],
     "curve?": [{"collective": str, "ranks": int, "bytes": _NUMBER, "seconds": _NUMBER}],
 }  # fmt: skip
+_KERNELS = {
+    "ranks?": [
+        {"rank": int, "rows": [{"phase": str, "group": str, "name": str, "count": int, "ns": int}]}
+    ],
+}
 _PLAN = {
     "name?": str,
     "mesh?": [int],
@@ -61,6 +76,7 @@ class Run:
     predicted: Timeline | None = None
     memory: Mapping[str, Any] = field(default_factory=dict)  # as in memory.json
     messages: Mapping[str, Any] = field(default_factory=dict)  # as in messages.json
+    kernels: Mapping[str, Any] = field(default_factory=dict)  # as in kernels.json
 
     def __post_init__(self) -> None:
         for kind, timeline in (("measured", self.timeline), ("predicted", self.predicted)):
@@ -123,6 +139,7 @@ def read_run(directory: Path) -> Run:
         predicted=_read_timeline(directory / PREDICTED),
         memory=_read_object(directory / MEMORY, _MEMORY),
         messages=_read_object(directory / MESSAGES, _MESSAGES),
+        kernels=_read_object(directory / KERNELS, _KERNELS),
     )
 
 

@@ -21,9 +21,11 @@ from shardwise.reporting.queries import (
 )
 from shardwise.reporting.run import Run
 from shardwise.timeline import COMPUTE, HOST, MEMORY_ROLES, MemoryCurve, Span, Timeline
+from shardwise.timeline.kernel_groups import PHASES, computing, merge_phases, sum_by_group
 
 MOST_SPANS = 40_000  # of all ranks together; beyond it only some ranks are drawn
 MOST_MOMENTS = 1_200  # of a memory curve
+MOST_KERNELS = 15  # of a phase
 
 
 class _Texts(dict[str, int]):
@@ -47,6 +49,32 @@ def draw_side(run: Run, timeline: Timeline, label: str) -> dict[str, Any]:
         "listed": len(timeline.ranks),
         "ranks": ranks,
         "texts": list(texts),
+    }
+
+
+def draw_kernels(run: Run) -> dict[str, Any]:
+    """Which kernels took the time of the whole step and of each phase, by rank."""
+    shown = choose_ranks(run.timeline) if run.timeline is not None else []
+    phases = {"step": PHASES, **{phase: (phase,) for phase in PHASES}}
+    return {
+        "label": run.name,
+        "ranks": {
+            str(told["rank"]): {
+                name: _draw_phase(merge_phases(told["rows"], inside))
+                for name, inside in phases.items()
+            }
+            for told in run.kernels.get("ranks", ())
+            if told["rank"] in shown
+        },
+    }
+
+
+def _draw_phase(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    computed = computing(rows)
+    return {
+        "compute": sum(row["ns"] for row in computed),
+        "groups": sum_by_group(computed),
+        "longest": computed[:MOST_KERNELS],
     }
 
 

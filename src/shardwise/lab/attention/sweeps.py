@@ -26,9 +26,11 @@ from shardwise.errors import UserError
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention
 from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
+from shardwise.lab.exercises.models import one_thread
 from shardwise.lab.pictures import draw_attention
 from shardwise.lab.processes import explain_failure
-from shardwise.lab.rows import RowFile, only_draw
+from shardwise.lab.rows import RowFile, only_draw, say
+from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import no_garbage_collection, timer_on, version_of
 
 DOCUMENT = ("table7", "tables45")
@@ -131,7 +133,9 @@ class Bench:
         """Without ceilings, rows say nothing of what fraction of them they reach."""
         self.quick = quick
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.compiled = torch.compile(attend_plainly, dynamic=True)  # once for all shapes
+        # Once for all shapes. A trial takes the same way through the tracer, without a compiler.
+        backend = "aot_eager" if quick else "inductor"
+        self.compiled = torch.compile(attend_plainly, dynamic=True, backend=backend)
         self.parities: dict[tuple[str, str, str, int, int], float] = {}
         self.ceilings = {kind: self.ceiling(kind) for kind in DTYPES} if ceilings else {}
 
@@ -237,40 +241,64 @@ def _tf32(allow: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def print_row(row: AttentionRow) -> None:
+def describe(row: AttentionRow) -> str:
     case = row.case
-    line = f"{case.sweep:9}{case.kind:5}{case.batch * case.heads:4}{case.seq:7}{case.dim:4}  "
-    line += f"{case.backend:10}"
-    if row.failure is not None:
-        print(line + row.failure, flush=True)
-        return
-    for name in PASSES:
-        seed = f"({row.seed[name]:.3f})" if name in row.seed else ""
-        line += f"{row.ms[name]:10.3f} {seed:>10}"
-    peak = f"{row.peak_bytes / 2**20:.0f} MiB" if row.peak_bytes is not None else ""
-    print(
-        line + f"{row.tflops['both']:8.1f} TFLOP/s {row.of_ceiling['both']:5.0%}  {peak}",
-        flush=True,
-    )
+    name = f"{case.sweep} {case.kind} {case.seq} x {case.dim} {case.backend}: "
+    return name + (row.failure or ", ".join(f"{p} {row.ms[p]:.3f}" for p in PASSES) + " ms")
+
+
+SWEEPS = {
+    "heads": "16 heads", "table7": "one head, table 7", "tables45": "batch 8, tables 4 and 5",
+}  # fmt: skip
+
+
+def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
+    """Times and rates of each sweep and dtype."""
+    left = ("tokens", "width", "backend")
+    for sweep, kind in dict.fromkeys((r["case"]["sweep"], r["case"]["kind"]) for r in rows):
+        times, rates = [], []
+        for row in rows:
+            case = row["case"]
+            if (case["sweep"], case["kind"]) != (sweep, kind):
+                continue
+            name = [f"{case['seq']:,}", str(case["dim"]), case["backend"]]
+            if row["failure"] is not None:
+                times.append([*name, row["failure"]])
+                continue
+            seed = row["seed"]
+            both = seed.get("both", seed.get("forward", 0.0) + seed.get("backward", 0.0))
+            cells = (f"{row['ms'][p]:.3f}" for p in PASSES)
+            times.append([*name, *cells, f"{both:.3f}" if both else ""])
+            memory = (row["saved_bytes"], row["peak_bytes"])
+            mib = ("" if n is None else f"{n / 2**20:,.0f}" for n in memory)
+            rate, part = row["tflops"]["both"], row["of_ceiling"].get("both")
+            rates.append([*name, f"{rate:.3g}", "" if part is None else f"{part:.0%}", *mib])
+        title = f"attention, {SWEEPS[sweep]}, {kind}"
+        heads = (*left, *PASSES, "document's both")
+        print_table(f"{title}: ms", heads, times, {}, left, width=80)
+        heads = (*left, "TFLOP/s", "of a product", "MiB held", "MiB peak")
+        print_table(f"{title}: both passes", heads, rates, environment, left, width=80)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure row by row, write the JSON after each, draw the plot."""
+    """Measure row by row, write the JSON after each, draw the plot, print the tables."""
     if only_draw(arguments, draw_attention):
         return
     if not torch.cuda.is_available() and not arguments.quick:
         raise UserError("this needs a CUDA device (--quick runs every path without one)")
-    bench = Bench(arguments.quick)
-    file = RowFile.of(
-        arguments,
-        key_of=lambda row: AttentionCase(**row["case"]).key,
-        ceilings_tflops=bench.ceilings,
-    )
-    file.facts["environment"]["triton"] = version_of("triton")
-    print(f"ms of {', '.join(PASSES)}, the document's in brackets; ceilings {bench.ceilings}")
-    for case in file.missing(make_cases(arguments.sweeps, arguments.quick), lambda case: case.key):
-        row = bench.measure(case)
-        print_row(row)
-        file.add(asdict(row))
+    with one_thread(arguments.quick):
+        bench = Bench(arguments.quick)
+        file = RowFile.of(
+            arguments,
+            key_of=lambda row: AttentionCase(**row["case"]).key,
+            ceilings_tflops=bench.ceilings,
+        )
+        file.facts["environment"]["triton"] = version_of("triton")
+        cases = make_cases(arguments.sweeps, arguments.quick)
+        for case in file.missing(cases, lambda case: case.key):
+            row = bench.measure(case)
+            say(describe(row))
+            file.add(asdict(row))
     if arguments.plot is not None:
         arguments.plot.write_text(draw_attention(file.rows))
+    print_tables(file.rows, file.facts["environment"])

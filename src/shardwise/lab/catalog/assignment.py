@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.lab.benchmark import ROWS, STEPS, Benchmark, models
-from shardwise.lab.exercises.seed004 import MODELS
+from shardwise.lab.exercises.seed004 import CONTEXT, MODELS
 from shardwise.lab.options import Option, choose, count, list_counts, list_names, number
 
 FORWARD_BACKWARD = Benchmark(
@@ -38,15 +38,21 @@ examples:
 MEMORY = Benchmark(
     "memory",
     "peak memory of a pass and of a step, and what holds it",
-    "Measures peak memory and names the largest allocations.",
+    "Measures peak memory and names the largest allocations; accounts for single tensors.",
     "exercises.memory.peaks",
     (
         *ROWS,
         *models("fp32,bf16"),
         list_counts("--contexts", "128,256,512", 1),
+        list_names("--parts", "part", ("residual", "attention", "peaks")),
     ),
     """\
-modes, each measured at every context:
+parts:
+  residual    one tensor between two blocks, by formula and counted
+  attention   what plain attention keeps for backward: table 4's last column
+  peaks       of whole models
+
+modes of peaks, each measured at every context:
   inference   forward without autograd
   forward     forward with the activations kept for backward, as the document measured it
   step        two whole steps from a fresh optimizer: the first makes the moments after the
@@ -96,6 +102,57 @@ examples:
 """,
     document="assignment",
 )
+KERNELS = Benchmark(
+    "kernels",
+    "which kernels take the time: products, softmax, the rest",
+    "Answers the profiling questions a to e by name, from traces.",
+    "exercises.kernels",
+    (
+        *ROWS,
+        *models("fp32"),
+        count("--context", CONTEXT),
+        STEPS,
+    ),
+    """\
+questions:
+  a   how long forward takes by the profiler, and by Python's clock
+  b   which kernel takes most, how often it is called; the same with backward?
+  c   which kernels other than products take a notable share of forward
+  d   the share of products in inference and in a whole training step
+  e   softmax against products inside attention, in time and in FLOPs
+
+A CUDA device's trace has its kernels. A CPU's has operators, each by its own time; tracing makes
+them longer, so the clock's pass without it stands beside. `shardwise report` has a section of the
+same.
+
+examples:
+  shardwise bench kernels --json kernels.json --plot kernels.svg
+  shardwise bench kernels --sizes xl --precision fp32,bf16
+  shardwise bench kernels --attention fused       softmax is no kernel of its own then
+""",
+    document="assignment",
+)
+MIXED_PRECISION = Benchmark(
+    "mixed-precision",
+    "sums, dtypes under autocast and layer norms in 16 bits",
+    "Runs the exercises on mixed precision, and says why each comes out as it does.",
+    "exercises.mixed_precision",
+    (*ROWS, list_names("--parts", "part", ("sums", "dtypes", "layer-norm"))),
+    """\
+parts:
+  sums         0.01 added a thousand times, by dtype of the sum and of what is added
+  dtypes       of a toy model's parts under autocast: as this CPU casts, and by CUDA's lists, which
+               need no CUDA device to be followed
+  layer-norm   the parts of a layer norm in 16 bits, one at a time, against float64
+
+The figures are exact: any machine gives the same sums. --quick changes nothing, it takes seconds.
+
+examples:
+  shardwise bench mixed-precision
+  shardwise bench mixed-precision --parts sums --plot sums.svg
+""",
+    document="assignment",
+)
 OVERLAP = Benchmark(
     "overlap",
     "pictures of naive against overlapped data parallel",
@@ -128,3 +185,4 @@ examples:
 """,
     document="assignment",
 )  # fmt: skip
+BENCHMARKS = (FORWARD_BACKWARD, KERNELS, MIXED_PRECISION, MEMORY, COMPILE, OVERLAP)

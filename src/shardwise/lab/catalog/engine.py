@@ -162,3 +162,4 @@ examples:
 """,
     document="buckets",
 )
+BENCHMARKS = (STEP, GATHER, ATTENTION, PROFILE, ACCURACY, CAP)

@@ -47,3 +47,4 @@ examples:
 """,
     document="grouped",
 )  # fmt: skip
+BENCHMARKS = (GROUPED_STEP,)

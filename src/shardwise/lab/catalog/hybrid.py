@@ -21,3 +21,4 @@ examples:
 """,
     document="hsdp",
 )
+BENCHMARKS = (FFN,)

@@ -20,9 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.description.language_model import LM, compute_loss
+from shardwise.lab.charts import draw_bars
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.forward_backward import PARTS, summarize, time_parts
-from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.exercises.models import (
+    QUICK_CONTEXT,
+    ModelCase,
+    choose_sizes,
+    make_optimizer,
+    one_thread,
+)
 from shardwise.lab.processes import Fresh, explain_failure
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table
@@ -30,6 +37,7 @@ from shardwise.profiling.results import Row, print_table
 WARMUP = 5
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the loss, relative
 ATTENTION_BACKENDS = ("plain", "compiled")
+SIDES = ("compiled", "eager")
 
 
 def compile_model(model: LM, scope: str, backend: str) -> LM:
@@ -117,7 +125,8 @@ def run(arguments: argparse.Namespace) -> None:
         optimizer="AdamW, fused, not compiled",
     )  # fmt: skip
     if "attention" in arguments.parts:
-        run_attention(file, quick)
+        with one_thread(quick):
+            run_attention(file, quick)
     if "model" in arguments.parts:
         context = QUICK_CONTEXT if quick else seed004.CONTEXT
         sizes = choose_sizes(arguments.sizes, quick)
@@ -128,7 +137,10 @@ def run(arguments: argparse.Namespace) -> None:
                 sorted(arguments.scopes), sizes, arguments.precision
             )
         ]
-        run_models(file, todo, steps, arguments.jobs)
+        # A trial is about every path; what compiling takes is not to be quoted of it.
+        run_models(file, todo, steps, max(arguments.jobs, len(todo)) if quick else arguments.jobs)
+    if arguments.plot is not None:
+        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
     print_tables(file.rows, file.facts["environment"])
 
 
@@ -168,7 +180,8 @@ def run_attention(file: RowFile, quick: bool) -> None:
         bench = bench or Bench(quick, ceilings=False)
         row = {"key": f"attention/{case.key}", "part": "attention", **asdict(bench.measure(case))}
         file.add(row)
-        say(f"attention {case.backend} {case.dim} {case.seq}: {row['failure'] or row['ms']}")
+        told = row["failure"] or ", ".join(f"{part} {row['ms'][part]:.3f} ms" for part in PARTS[:2])
+        say(f"attention {case.backend} {case.dim} {case.seq}: {told}")
 
 
 def _describe(row: Row) -> str:
@@ -185,8 +198,25 @@ def _sum_up(side: Row) -> str:
     return " + ".join(f"{side[part]['mean']:.1f}" for part in PARTS)
 
 
+def draw(rows: list[Row]) -> str:
+    """A whole step of each model, and attention's both passes, compiled and eager."""
+    groups: dict[str, dict[str, float | None]] = {}
+    for row in rows:
+        if row.get("failure"):
+            continue
+        if row["part"] == "model":
+            sides = {side: sum(p["mean"] for p in row[side].values()) for side in SIDES}
+            groups[f"{row['size']} {row['precision']}, {row['scope']}"] = {**sides}
+        else:
+            case = row["case"]
+            side = SIDES[case["backend"] == "plain"]
+            at = f"attention {case['dim']} x {case['seq']:,}"
+            groups.setdefault(at, {})[side] = row["ms"]["forward"] + row["ms"]["backward"]
+    return draw_bars("Compiled against eager: steps of models, passes of attention", groups, "ms")
+
+
 def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
-    """A line per model and scope; a line per shape of attention."""
+    """A line per model, scope and part; a line per shape of attention and pass."""
     models, shapes, eager = [], [], {}
     for row in rows:
         if row["part"] == "attention":
@@ -194,33 +224,30 @@ def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
             if row["case"]["backend"] == "plain":
                 eager[at] = row
             elif not row["failure"] and not eager[at]["failure"]:
-                cells = (_attention_cell(row, eager[at], part) for part in PARTS[:2])
-                shapes.append([*map(str, at), *cells])
+                for part in PARTS[:2]:
+                    pair = (row["ms"][part], eager[at]["ms"][part])
+                    seeds = tuple(side["seed"].get(part) for side in (row, eager[at]))
+                    shapes.append([*map(str, at), part, *_cells(pair, seeds, 3)])
             continue
         name = [row["size"], row["precision"], row["scope"]]
         if "failure" in row:
-            models.append([*name, row["failure"]])
-        else:
-            cells = (_model_cell(row, part) for part in PARTS)
-            models.append([*name, f"{row['first_call_s']:.1f} s", *cells])
-    for title, heads, lines in (
-        ("a step's parts, mean ms", ("size", "precision", "scope", "first call", *PARTS), models),
-        ("attention, ms", ("dim", "tokens", *PARTS[:2]), shapes),
+            models.append([*name, "", row["failure"]])
+            continue
+        for part in PARTS:
+            pair = tuple(row[side][part]["mean"] for side in SIDES)
+            seeds = tuple(row["seed"].get(f"{side}_{part}") for side in SIDES)
+            models.append([*name, part, *_cells(pair, seeds, 2)])
+        models.append([*name, "first call, s", f"{row['first_call_s']:.1f}", "", ""])
+    for title, left, lines in (
+        ("a step's parts, mean ms", ("size", "dtype", "scope", "part"), models),
+        ("attention, median ms", ("width", "tokens", "pass"), shapes),
     ):
         if lines:
-            title += ": compiled / eager (the seed's)"
-            print_table(title, heads, lines, environment, left=heads)
+            heads = (*left, *SIDES, "document's")
+            print_table(title, heads, lines, environment, left, width=80)
 
 
-def _model_cell(row: Row, part: str) -> str:
-    cell = f"{row['compiled'][part]['mean']:.2f} / {row['eager'][part]['mean']:.2f}"
-    if f"compiled_{part}" in row["seed"]:
-        cell += f" ({row['seed'][f'compiled_{part}']:.0f} / {row['seed'][f'eager_{part}']:.0f})"
-    return cell
-
-
-def _attention_cell(compiled: Row, eager: Row, part: str) -> str:
-    cell = f"{compiled['ms'][part]:.3f} / {eager['ms'][part]:.3f}"
-    if part in compiled["seed"] and part in eager["seed"]:
-        cell += f" ({compiled['seed'][part]:.3f} / {eager['seed'][part]:.3f})"
-    return cell
+def _cells(pair: tuple[float, ...], seeds: tuple[float | None, ...], digits: int) -> list[str]:
+    """Compiled, eager, and the document's pair if it has one."""
+    known = [f"{value:.{digits}f}" for value in seeds if value is not None]
+    return [*(f"{value:.{digits}f}" for value in pair), " / ".join(known)]

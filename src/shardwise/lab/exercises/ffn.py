@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 import torch
 
 from shardwise.description.preset import Preset, load_preset
-from shardwise.lab.exercises.models import tell_device
+from shardwise.lab.charts import draw_bars
+from shardwise.lab.exercises.models import one_thread, tell_device
 from shardwise.lab.processes import explain_failure
-from shardwise.lab.rows import RowFile
+from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.footprint import free_device
-from shardwise.profiling.results import Row
+from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import Side, Step, alternate, timer_on
 
 SEQUENCE, MICRO_BATCHES, WARMUP = 4096, (1, 2), 5
@@ -25,7 +27,7 @@ QUICK_SEQUENCE = 16
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, write the JSON, print a line for each micro-batch."""
+    """Measure, write the JSON, draw the bars, print a line for each micro-batch."""
     stack, sequence = load_preset("ffn8"), SEQUENCE
     if arguments.quick:
         stack = dataclasses.replace(stack, d_model=16, d_ff=56, layers=2)
@@ -37,11 +39,30 @@ def run(arguments: argparse.Namespace) -> None:
     keys = {n: f"{stack.name}/{stack.d_model}/{sequence}/{n}" for n in MICRO_BATCHES}
     if not all(key in file for key in keys.values()) and not file.time_is_up():
         facts: Row = {"model": stack.name, "sequence": sequence, "precision": "fp32"}
-        for n, found in measure(stack, sequence, arguments.steps).items():
+        say(f"{stack.name}: micro-batches of {MICRO_BATCHES} sequences of {sequence} tokens")
+        with one_thread(arguments.quick):
+            measured = measure(stack, sequence, arguments.steps)
+        for n, found in measured.items():
             file.add({"key": keys[n], "micro_batch": n, **facts, **found})
-    for row in file.rows:
-        told = row.get("failure") or "{step_ms:.1f} +-{step_spread_ms:.1f} ms".format(**row)
-        print(f"{row['micro_batch']} x {row['sequence']} tokens: {told}")
+    if arguments.plot is not None:
+        bars = {_name(row): {"forward and backward": row.get("step_ms")} for row in file.rows}
+        title = "A micro-batch of the feed-forward stack"
+        arguments.plot.write_text(draw_bars(title, bars, "ms"), encoding="utf-8")
+    _print(file.rows, file.facts["environment"])
+
+
+def _name(row: Row) -> str:
+    return f"{row['micro_batch']} x {row['sequence']} tokens"
+
+
+def _print(rows: list[Row], environment: dict[str, Any]) -> None:
+    lines = []
+    for row in rows:
+        told = row.get("failure") or "{step_ms:.2f} +-{step_spread_ms:.2f}".format(**row)
+        lines.append([_name(row), told])
+    title = "forward and backward, median ms (+- interquartile range)"
+    heads = ("micro-batch", "ms")
+    print_table(title, heads, lines, environment, heads[:1], width=80)
 
 
 def measure(stack: Preset, sequence: int, steps: int) -> dict[int, Row]:

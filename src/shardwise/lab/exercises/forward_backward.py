@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.description.language_model import compute_loss
+from shardwise.lab.charts import draw_bars
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
 from shardwise.lab.processes import explain_failure, run_fresh
@@ -106,16 +107,33 @@ def run(arguments: argparse.Namespace) -> None:
         row["seed"] = seed004.forward_backward(case.size, case.precision)
         file.add(row)
         say(f"{name}: {row.get('failure') or _tell(row['by_warmup'][str(max(warmups))], ' ms')}")
-    _print(file.rows, file.facts["environment"])
+    if arguments.plot is not None:
+        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
+    print_tables(file.rows, file.facts["environment"])
+
+
+def draw(rows: list[Row]) -> str:
+    """The parts of each model's step after the longest warm-up, and the document's."""
+    groups: dict[str, dict[str, float | None]] = {}
+    for row in rows:
+        if "failure" in row:
+            continue
+        held = list(row["by_warmup"].values())[-1]
+        bars: dict[str, float | None] = {part: held[part]["mean"] for part in PARTS}
+        for document in row["seed"]:
+            for part in PARTS[:2]:
+                bars[f"document's {document['hardware']}, {part}"] = document[part]
+        groups[f"{row['size']} {row['precision']}"] = bars
+    return draw_bars("A step's parts", groups, "ms")
 
 
 def _tell(parts: dict[str, dict[str, float]], unit: str) -> str:
     return ", ".join(f"{p} {parts[p]['mean']:.1f} +-{parts[p]['std']:.1f}{unit}" for p in PARTS)
 
 
-def _print(rows: list[Row], environment: dict[str, Any]) -> None:
-    """A line per model, precision and warm-up count."""
-    lines = []
+def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
+    """A line per model, precision and warm-up count; then the document's means beside ours."""
+    lines, documents = [], []
     for row in rows:
         name = [row["size"], row["precision"]]
         if "failure" in row:
@@ -123,12 +141,16 @@ def _print(rows: list[Row], environment: dict[str, Any]) -> None:
             continue
         for warmup, held in row["by_warmup"].items():
             cells = [f"{held[part]['mean']:.2f} +-{held[part]['std']:.2f}" for part in PARTS]
-            seeds = "; ".join(
-                f"{s['hardware']} {s['forward']:.0f}, {s['backward']:.0f}" for s in row["seed"]
-            )
-            # The seed's means are after five steps of warm-up.
-            lines.append([*name, warmup, *cells, seeds if warmup == "5" else ""])
+            lines.append([*name, warmup, *cells])
+        last = list(row["by_warmup"].values())[-1]
+        for found in row["seed"]:
+            cells = [f"{last[p]['mean']:.2f} / {found[p]:.0f}" for p in PARTS[:2]]
+            documents.append([*name, *cells, f"{found['hardware']}, table {found['table']}"])
     left = ("size", "precision")
-    heads = (*left, "warm-up", *PARTS, "the seed's forward, backward")
+    heads = (*left, "warm-up", *PARTS)
     title = "mean ms of a step's parts (+- standard deviation)"
-    print_table(title, heads, lines, environment, left)
+    print_table(title, heads, lines, environment, left, width=80)
+    if documents:
+        # The document's means are after five steps of warm-up.
+        title = "ms after the longest warm-up: ours / the document's"
+        print_table(title, (*left, *PARTS[:2], "its GPU"), documents, {}, left, width=80)

@@ -34,6 +34,23 @@ TABLE_2 = {
 # The 2.7B model: GB at the peak of a forward pass and of a whole step, by context.
 TABLE_3 = {128: (19.412, 55.246), 256: (26.103, 55.267), 512: (42.708, 55.306)}
 MIXED_STEP_GB = 61.998  # a whole step with mixed precision at 128 tokens
+RESIDUAL_MIB = 5.0  # the 2.7B model's residual stream at 128 tokens
+# 0.01 added 1,000 times: by the dtype of the sum, of the term, and whether the term is cast before.
+SUMS = {
+    ("fp32", "fp32", False): 10.0001,
+    ("fp16", "fp16", False): 9.9531,
+    ("fp32", "fp16", False): 10.0021,
+    ("fp32", "fp16", True): 10.0021,
+}
+# A toy model under fp16 autocast on a GPU; which loss it took is not said.
+AUTOCAST_DTYPES = {
+    "parameters": "float32",
+    "first layer": "float16",
+    "layer norm": "float32",
+    "logits": "float16",
+    "cross-entropy": "float16",
+    "gradients": "float32",
+}
 # Seconds: compiled forward and backward, eager forward and backward.
 TABLE_6 = {
     "small": (0.003762, 0.029213, 0.021868, 0.057893),

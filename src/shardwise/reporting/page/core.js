@@ -4,7 +4,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const sides = data.sides;
-const state = { rank: "slowest", metric: "compute" };
+const state = { rank: "slowest", metric: "compute", phase: "step" };
 const charts = {};
 
 // The colour of each part of a step.

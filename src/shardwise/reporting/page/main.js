@@ -21,7 +21,7 @@ function drawPlan() {
   return found;
 }
 
-const SECTIONS = [drawFindings, drawWaterfall, drawStreams, drawMemory, drawUnits, drawWire, drawCurves, drawPlan];
+const SECTIONS = [drawFindings, drawWaterfall, drawStreams, drawMemory, drawUnits, drawKernels, drawWire, drawCurves, drawPlan];
 
 function draw() {
   const keep = scrollY;

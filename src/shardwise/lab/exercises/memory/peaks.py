@@ -1,7 +1,8 @@
-"""`shardwise bench memory`: the peak of a forward pass and of a step, and what holds it.
+"""`shardwise bench memory`: the peak of a forward pass and of a step, and what holds it; and
+single tensors (`tensors.py`).
 
 Peaks on a GPU are the allocator's own; on a CPU, and for curves and names everywhere, the
-profiler's record of allocations. The modes: `lab/benchmarks.py`.
+profiler's record of allocations. The modes: `lab/catalog/assignment.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.profiler import record_function
 
 from shardwise.description.language_model import LM, compute_loss
 from shardwise.lab.exercises import seed004
+from shardwise.lab.exercises.memory import tensors
 from shardwise.lab.exercises.memory.trace import (
     MODULE,
     PHASE,
@@ -29,12 +31,13 @@ from shardwise.lab.exercises.memory.trace import (
     read_trace,
     thin_out,
 )
-from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.exercises.models import ModelCase, choose_sizes, make_optimizer, one_thread
 from shardwise.lab.pictures import draw_memory
 from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.profiling.footprint import open_profiler, read_events
 from shardwise.profiling.results import Row, print_table
+from shardwise.reporting.formats import show_bytes
 
 MODES = ("inference", "forward", "step")
 POINTS = 120  # of a stored curve
@@ -115,8 +118,10 @@ class MeasuredModel:
         """Peaks and, on a CPU always, curve and names."""
         try:
             self.release()
-            peaks = self.run(case, mode)[0] if self.on_gpu else []
-            self.release()
+            peaks: list[int] = []
+            if self.on_gpu:
+                peaks = self.run(case, mode)[0]
+                self.release()
             found: Row = {"parameter_bytes": self.count_parameters()}
             if with_curve or not self.on_gpu:
                 trace = self.profile(case, mode)
@@ -211,10 +216,25 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the curves, print the table."""
     if only_draw(arguments, draw_memory):
         return
+    file = RowFile.of(arguments)
+    with one_thread(arguments.quick):
+        if "residual" in arguments.parts:
+            tensors.run_residual(file, arguments.sizes or seed004.MODELS)
+        if "attention" in arguments.parts:
+            tensors.run_attention(file, arguments.quick)
+        if "peaks" in arguments.parts:
+            run_peaks(arguments, file)
+    if arguments.plot is not None:
+        arguments.plot.write_text(draw_memory(file.rows), encoding="utf-8")
+    tensors.print_tables(file.rows, file.facts["environment"])
+    print_peaks([row for row in file.rows if "mode" in row], file.facts["environment"])
+
+
+def run_peaks(arguments: argparse.Namespace, file: RowFile) -> None:
+    """Every model, precision, context and mode."""
     quick, contexts = arguments.quick, arguments.contexts
     if quick:
-        contexts = tuple(max(4, context // 32) for context in contexts)
-    file = RowFile.of(arguments)
+        contexts = sorted({max(4, context // 32) for context in (contexts[0], contexts[-1])})
     chosen = choose_sizes(arguments.sizes, quick)
     for size, precision in itertools.product(chosen, arguments.precision):
         cases = [ModelCase(size, precision, arguments.attention, c, quick=quick) for c in contexts]
@@ -240,9 +260,6 @@ def run(arguments: argparse.Namespace) -> None:
         gc.collect()
         if file.time_left() == 0.0:
             break
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw_memory(file.rows), encoding="utf-8")
-    _print(file.rows, file.facts["environment"])
 
 
 def _key(case: ModelCase, mode: str) -> str:
@@ -253,22 +270,31 @@ def _describe(row: Row) -> str:
     name = f"{row['size']} {row['precision']} {row['context']} {row['mode']}: "
     if "failure" in row:
         return name + row["failure"]
-    return name + ", ".join(f"{peak['bytes'] / 1e9:.3f} GB" for peak in row["peaks"])
+    return name + ", ".join(show_bytes(peak["bytes"]) for peak in row["peaks"])
 
 
-def _print(rows: list[Row], environment: dict[str, Any]) -> None:
-    """A line per pass."""
-    lines = []
+def print_peaks(rows: list[Row], environment: dict[str, Any]) -> None:
+    """A line per pass; then the largest tensors of each pass at the longest context."""
+    peaks = [peak["bytes"] for row in rows for peak in row.get("peaks", ())]
+    unit, factor = ("GB", 1e9) if max(peaks, default=0) >= 1e8 else ("MB", 1e6)
+    longest = max((row["context"] for row in rows), default=0)
+    lines, named = [], []
     for row in rows:
-        cells = [row["size"], row["precision"], str(row["context"]), row["mode"]]
+        cells = [row["size"], row["precision"], str(row["context"])]
         if "failure" in row:
-            lines.append([*cells, row["failure"]])
+            lines.append([*cells, row["mode"], row["failure"]])
             continue
         for i, peak in enumerate(row["peaks"]):
-            seed = f"{row['seed']['gb']:.3f}" if row["seed"] and i == 0 else ""
-            named = ", ".join(f"{g['count']} x {g['each'] / 2**20:.1f} MiB {g['what']}"
-                              for g in peak.get("largest", [])[:1])  # fmt: skip
-            lines.append([*cells, f"{peak['bytes'] / 1e9:.3f}", seed, named])
-    left = ("size", "precision", "context", "mode", "largest tensors")
-    heads = (*left[:4], "peak", "the seed's", left[4])
-    print_table("peak memory, GB (1e9 bytes)", heads, lines, environment, left, width=150)
+            seed = f"{row['seed']['gb'] * 1e9 / factor:.3f}" if row["seed"] and i == 0 else ""
+            lines.append([*cells, peak["pass"], f"{peak['bytes'] / factor:.3f}", seed])
+            for group in peak.get("largest", [])[: row["context"] == longest]:
+                size = f"{group['count']} x {show_bytes(group['each'])}"
+                named.append([" ".join([*cells[:2], peak["pass"]]), size, group["what"]])
+    if lines:
+        left = ("size", "precision", "context", "pass")
+        title = f"peak memory, {unit} ({factor:.0e} bytes)".replace("e+0", "e")
+        print_table(title, (*left, "peak", "document's"), lines, environment, left, width=80)
+    if named:
+        heads = ("pass", "tensors", "what they are")
+        title = f"the largest tensors at the peak, {longest} tokens"
+        print_table(title, heads, named, environment, heads, width=80)
