@@ -102,7 +102,7 @@ def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
     """Error if not even parameters, gradients, optimizer state and buffers fit."""
     kept = count_kept(plan.resolve(subject.build()))
     needed = kept.at_once if device.type == "cuda" else kept.host_at_once
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if free is not None and needed > free:
         raise UserError(
             f"one rank of {subject.name} under {plan.title} on mesh {plan.replicate}x{plan.shard} "
@@ -119,7 +119,8 @@ def ways_to_keep_less(plan: Plan) -> list[str]:
     return ways if plan.strategy.parameters == "shard" else [*ways, "use --plan zero3"]
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    """Of a device's memory, or of the host's; None where that does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
