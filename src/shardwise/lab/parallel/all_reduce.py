@@ -86,9 +86,10 @@ def run(arguments: argparse.Namespace) -> None:
             backend = BOTH if nccl else "gloo"
             effort = QUICK if arguments.quick else CALIBRATED
             answer = ask_ranks(measure, fits, effort, world=ranks, backend=backend)
-            predict = _predictor(ranks, answer["points"])
+            cluster = describe_links(ranks, answer["points"])
             for case, found in zip(fits, answer["messages"], strict=True):
-                file.add(_describe(case) | found | _rate(case, found["seconds"]) | predict(case))
+                rates = _rate(case, found["seconds"])
+                file.add(_describe(case) | found | rates | _predict(case, cluster))
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
     _print(file.rows, judged, file.facts["environment"])
@@ -170,21 +171,23 @@ def _rate(case: Case, seconds: float) -> Row:
     return {"algorithm_gbs": algorithm, "bus_gbs": bus}
 
 
-def _predictor(ranks: int, points: list[tuple[str, int, float]]) -> Any:
-    """What the planner says of a message on a machine whose links were measured so."""
+Points = list[tuple[str, int, float]]  # collective, bytes, seconds
+
+
+def describe_links(ranks: int, points: Points, share: float = 0.0) -> Cluster:
+    """A CPU whose gloo links were measured so. `share`: of compute, that communication takes."""
     measured = tuple(CollectivePoint(kind, ranks, nbytes, s) for kind, nbytes, s in points)
-    # Beyond the points it goes on at the largest one's bandwidth; these two are not asked.
+    # Beyond the points a prediction goes on at the largest one's bandwidth: these two do not count.
     level = Level("gloo", None, 1e9, (Protocol("gloo", 0.0, 1e-4),), measured)
     known = Cluster.load("cpu-gloo")
-    cluster = Cluster(known.name, known.device, (level,), known.host)
+    return Cluster(known.name, known.device, (level,), known.host, share)
 
-    def predict(case: Case) -> Row:
-        if case.backend != "gloo":
-            return {}
-        seconds = collective_time(cluster, case.operation, case.numel * 4, ranks)
-        return {"predicted_s": seconds}
 
-    return predict
+def _predict(case: Case, cluster: Cluster) -> Row:
+    if case.backend != "gloo":
+        return {}
+    nbytes = case.numel * 4
+    return {"predicted_s": collective_time(cluster, case.operation, nbytes, case.ranks)}
 
 
 def judge_document() -> list[Row]:
@@ -258,9 +261,9 @@ def _print(rows: list[Row], judged: list[Row], environment: dict[str, Any]) -> N
         ]
         for row in judged
     ]  # fmt: skip
-    heads = ("ranks", "1 MB s", "1 GB s", "above ms", "its GB/s", "1 MB ms", "1 GB ms")
+    named = ("ranks", "1 MB s", "1 GB s", "above ms", "its GB/s", "1 MB ms", "1 GB ms")
     title = "the document's NCCL on V100s, and (right) predicted"
-    print_table(title, heads, lines, environment, width=80)
+    print_table(title, named, lines, environment, width=80)
     print(
         "0.36 s for 1 MB is no transfer: NCCL's communicators start in it, and more\n"
         "ranks take longer. What 1 GB takes above 1 MB is a transfer; `its GB/s` is the\n"
