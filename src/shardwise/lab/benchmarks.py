@@ -18,13 +18,13 @@ from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
 from shardwise.lab.catalog.assignment import COMPILE, FORWARD_BACKWARD, MEMORY, OVERLAP
 from shardwise.lab.catalog.engine import ACCURACY, ATTENTION, GATHER, PROFILE, STEP
 from shardwise.lab.catalog.hybrid import FFN
-from shardwise.lab.catalog.parallel import ALL_REDUCE, DDP
+from shardwise.lab.catalog.parallel import ALL_REDUCE, DDP, OPTIMIZER_SHARDING
 
 BENCHMARKS = (
     STEP, GATHER, ATTENTION, PROFILE, ACCURACY,
     FORWARD_BACKWARD, MEMORY, COMPILE, OVERLAP,
     FFN,
-    ALL_REDUCE, DDP,
+    ALL_REDUCE, DDP, OPTIMIZER_SHARDING,
 )  # fmt: skip
 
 

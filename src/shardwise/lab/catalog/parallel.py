@@ -66,7 +66,7 @@ ways:
   bucketed   the same with neighbouring tensors in one message of about so many MB
   torch      DistributedDataParallel with its defaults (25 MiB)
 
-Without a CUDA device: real gloo ranks and a model of 15 M parameters (60 MB of gradients), 16 x 32
+Without a CUDA device: real gloo ranks and a model of 7 M parameters (29 MB of gradients), 16 x 32
 tokens on each; every way must agree with torch's to 1e-5, else nothing is timed. On a GPU: one rank
 of an emulated group trains the document's XL, in fp32; the network is the 117 GB/s that its 0.0681
 s for 8 GB of gradients mean. The best bucket is given as measured, as the planner predicts it and
@@ -75,6 +75,39 @@ by the document's formula. About two minutes on 2 cores, 5 on a GPU.
 examples:
   shardwise bench ddp --json ddp.json --plot ddp.svg
   shardwise bench ddp --ways naive,bucketed --buckets 5,25,50
+""",
+    document="assignment",
+)
+OPTIMIZER_SHARDING = Benchmark(
+    "optimizer-sharding",
+    "optimizer state whole and sharded: time, memory by role",
+    "Times data parallel with and without a sharded optimizer state, and follows its memory.",
+    "parallel.optimizer_sharding",
+    (
+        *ROWS,
+        SIZE,
+        list_names("--ways", "way", ("whole", "sharded", "zero1", "torch")),
+        RANKS,
+        *NETWORK,
+        count("--steps", 7, "timed, of each way; default: %(default)s"),
+    ),
+    """\
+ways:
+  whole     DistributedDataParallel and AdamW
+  sharded   the same with sw.ShardedOptimizer: each group of parameters is gathered under the next
+            one's update
+  zero1     Plan.of("zero1"): gradients and state by units
+  torch     the same with torch's ZeroRedundancyOptimizer
+
+Without a CUDA device: real gloo ranks and a model of 7 M parameters; every way must agree with the
+whole one to 1e-5, else nothing is timed. On a GPU: one rank of an emulated group trains the
+document's XL, in fp32. Memory is the second step's, when all state is there: what is held after
+initialisation, before the update, at the update's peak, after it; and at the step's peak. About a
+minute on 2 cores, 3 on a GPU.
+
+examples:
+  shardwise bench optimizer-sharding --json optimizer-sharding.json
+  shardwise bench optimizer-sharding --ways whole,sharded --ranks 4
 """,
     document="assignment",
 )

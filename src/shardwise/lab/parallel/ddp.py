@@ -48,8 +48,8 @@ from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import alternate, spread, time_calls
 
 BATCH, CONTEXT = 16, 32  # a total batch of 32 on two ranks
-# What two cores step in about a second: 15 M parameters, 60 MB of gradients.
-SCALED = bench_size(layers=6, d_model=384, d_ff=1536, heads=6, vocab=1024)
+# What two cores step in about half a second: 7 M parameters, 29 MB of gradients.
+SCALED = bench_size(layers=4, d_model=320, d_ff=1280, heads=5, vocab=1024)
 QUICK_SIZE = bench_size(layers=2, d_model=64, d_ff=128, heads=4, vocab=256)
 WARMUP, PARITY_STEPS, TOLERANCE = 2, 2, 1e-5
 ALONE = "sends nothing"
@@ -117,17 +117,12 @@ def run(arguments: argparse.Namespace) -> None:
         return
     tell_device()
     on_gpu = torch.cuda.is_available()
-    name = arguments.size or ("xl" if on_gpu else "scaled")
-    size = QUICK_SIZE if arguments.quick else SIZES.get(name, SCALED)
-    size = dataclasses.replace(size, attention="plain" if on_gpu else size.attention)
-    case = Case(name, size, arguments.ranks, 4 if arguments.quick else arguments.steps,
-                arguments.quick)  # fmt: skip
+    case = choose_case(arguments)
     buckets = arguments.buckets[:2] if arguments.quick else arguments.buckets
     ways = _list_ways(arguments.ways, buckets)
-    network = Network(arguments.bandwidth * 1e9, arguments.latency * 1e-6)
-    told = f"{arguments.bandwidth:g} GB/s per rank, {arguments.latency:g} us per collective"
-    file = RowFile.of(arguments, network=f"emulated: {told}" if on_gpu else "gloo")
-    base = f"{file.facts['network']}/{name}/{case.batch}x{case.context}/{case.ranks}"
+    network, told = describe_network(arguments)
+    file = RowFile.of(arguments, network=told)
+    base = f"{told}/{case.size_name}/{case.batch}x{case.context}/{case.ranks}"
     missing = list(file.missing(ways, lambda way: f"{base}/{way.name}"))
 
     def add(way: Way, found: Row) -> None:
@@ -139,7 +134,7 @@ def run(arguments: argparse.Namespace) -> None:
         for way in missing:
             if file.time_is_up():
                 break
-            say(f"{way.name}: {name} on a rank of {case.ranks}, {file.facts['network']}")
+            say(f"{way.name}: {case.size_name} on a rank of {case.ranks}, {told}")
             found = run_fresh(measure_emulated, case, way, network)
             add(way, found | _predict_emulated(way, case, network))
         links = (network.bandwidth / bus_share("all_reduce", case.ranks), network.latency)
@@ -155,6 +150,24 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
     _print(file.rows, file.facts)
+
+
+def choose_case(arguments: argparse.Namespace) -> Case:
+    """The model asked for; by default the document's, on a CPU one that is scaled down."""
+    on_gpu = torch.cuda.is_available()
+    name = arguments.size or ("xl" if on_gpu else "scaled")
+    size = QUICK_SIZE if arguments.quick else SIZES.get(name, SCALED)
+    if on_gpu:
+        size = dataclasses.replace(size, attention="plain")
+    steps = 4 if arguments.quick else arguments.steps
+    return Case(name, size, arguments.ranks, steps, arguments.quick)
+
+
+def describe_network(arguments: argparse.Namespace) -> tuple[Network, str]:
+    """What an emulated group is joined by, and what the rows say of it."""
+    network = Network(arguments.bandwidth * 1e9, arguments.latency * 1e-6)
+    told = f"{arguments.bandwidth:g} GB/s per rank, {arguments.latency:g} us per collective"
+    return network, f"emulated: {told}" if torch.cuda.is_available() else "gloo"
 
 
 def _list_ways(names: tuple[str, ...], buckets: tuple[int, ...]) -> list[Way]:
