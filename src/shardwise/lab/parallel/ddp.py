@@ -279,11 +279,12 @@ def _read_links(points: Points) -> tuple[float, float]:
 def measure_emulated(case: Case, way: Way, network: Network) -> dict[str, Any]:
     """Steps with the network and with a free one; in a process of its own."""
     try:
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         join_fake_group(0, case.ranks)
         with emulate(network) as emulation:
-            trial = way.wrap(make_model(case.size, "cuda", case.context), case.ranks)
-            tokens = draw_tokens(case.size, case.batch, case.context, "cuda")
-            taken, device = Taken(), torch.device("cuda", 0)
+            trial = way.wrap(make_model(case.size, str(device), case.context), case.ranks)
+            tokens = draw_tokens(case.size, case.batch, case.context, device)
+            taken = Taken()
             time_step(trial.step_on(*tokens), emulation, device, case.steps, taken)
         return sum_up(taken)
     except (RuntimeError, ValueError) as error:
@@ -355,20 +356,25 @@ def draw(rows: list[Row]) -> str:
     return draw_bars("one step of data parallel", groups, "ms")
 
 
+def short_ms(value: float) -> str:
+    """In as few places as a column has."""
+    return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+
+
 def _print(rows: list[Row], facts: dict[str, Any]) -> None:
     lines, details = [], []
     for row in rows:
         if "way" not in row:
             continue
         said = row["document"]
-        theirs = f"{said['step_s'] * 1e3:.0f}" if "step_s" in said else said.get("failure", "")[:6]
+        theirs = f"{said['step_s'] * 1e3:.0f}" if "step_s" in said else "OOM" if said else ""
         if "failure" in row:
             lines.append([row["way"], row["failure"], *[""] * 5, theirs])
             continue
         sent = row["messages"]
         cells = [row["way"], "" if sent is None else str(sent)]
-        cells += [f"{row[n]:.1f}" for n in ("step_ms", "step_spread_ms", "above_ms")]
-        predicted = f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else ""
+        cells += [short_ms(row[n]) for n in ("step_ms", "step_spread_ms", "above_ms")]
+        predicted = short_ms(row["predicted_ms"]) if "predicted_ms" in row else ""
         lines.append([*cells, f"{row['share']:.0%}", predicted, theirs])
         if "device_ms" in row:
             names = ("step_ms", "free_step_ms", "host_ms", "device_ms", "free_device_ms",

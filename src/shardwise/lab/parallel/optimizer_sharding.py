@@ -37,6 +37,7 @@ from shardwise.lab.parallel.ddp import (
     Case,
     choose_case,
     describe_network,
+    short_ms,
     sum_up,
 )
 from shardwise.lab.processes import ask_ranks, explain_failure, run_fresh, time_on_ranks
@@ -44,7 +45,7 @@ from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.lab.steps.engines import Wrapped, largest_difference, wrap_plan
 from shardwise.profiling.footprint import open_profiler, read_events
 from shardwise.profiling.results import Row, print_table
-from shardwise.profiling.timing import alternate, spread
+from shardwise.profiling.timing import alternate, spread, timer_on
 
 WHOLE = "AdamW, whole"
 WAYS = {"whole": WHOLE, "sharded": "ShardedOptimizer", "zero1": "zero1", "torch": "ZeroRedundancy"}
@@ -217,17 +218,26 @@ def follow_on_cpu(build: Callable[[], Wrapped], tokens: tuple[Tensor, Tensor]) -
 def measure_emulated(case: Case, way: str, network: Network) -> Row:
     """Memory of the second step, then steps; in a process of its own."""
     try:
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         join_fake_group(0, case.ranks)
         with emulate(network) as emulation:
-            tokens = draw_tokens(case.size, case.batch, case.context, "cuda")
-            left = torch.cuda.memory_allocated()
-            trial = wrap(way, make_model(case.size, "cuda", case.context), case.ranks)
-            memory = _follow_on_cuda(trial, tokens, left)
-            _go(trial, tokens)
-            held = count_roles(trial)
-            taken, device = Taken(), torch.device("cuda", 0)
+            tokens = draw_tokens(case.size, case.batch, case.context, device)
+
+            def build() -> Wrapped:
+                return wrap(way, make_model(case.size, str(device), case.context), case.ranks)
+
+            if device.type == "cuda":
+                left = torch.cuda.memory_allocated()
+                trial = build()
+                memory = _follow_on_cuda(trial, tokens, left)
+            else:
+                memory, trial = follow_on_cpu(build, tokens), build()
+            taken = Taken()
             time_step(trial.step_on(*tokens), emulation, device, case.steps, taken)
-            updates = [_time_update(trial) for _ in range(case.steps)]
+            _go(trial, tokens)
+            held, timer = count_roles(trial), timer_on(device.type)
+            update = _update_of(trial.optimizer)
+            updates = [timer(update).step_ms for _ in range(case.steps)]
         found = sum_up(taken) | {"update_ms": statistics.median(updates)}
         return found | {"memory_bytes": memory, "held_bytes": held}
     except (RuntimeError, ValueError) as error:
@@ -258,16 +268,6 @@ def _follow_on_cuda(trial: Wrapped, tokens: tuple[Tensor, Tensor], left: int) ->
     return found | {"step_peak": max(backward, found["peak"]), "after": held()}
 
 
-def _time_update(trial: Wrapped) -> float:
-    """Milliseconds of the optimizer's step alone."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    trial.optimizer.step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 # What is made of the rows
 
 
@@ -288,7 +288,7 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
     for row in good:
         said = row["document"]
         theirs = [f"{said['step_s'] * 1e3:.0f}", f"{said['peak_gb']:.0f}"] if said else ["", ""]
-        figures = [f"{row[name]:.1f}" for name in ("step_ms", "step_spread_ms", "update_ms")]
+        figures = [short_ms(row[name]) for name in ("step_ms", "step_spread_ms", "update_ms")]
         lines.append([row["way"], *figures, *theirs])
     lines += [[row["way"], row["failure"]] for row in rows if "failure" in row]
     first, title = ("optimizer",), f"one step, ms ({facts['network']})"
