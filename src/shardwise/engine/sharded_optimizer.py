@@ -6,9 +6,10 @@ that leaves equal gradients everywhere). Optimizers that treat every element ali
 parameter by rows, so the state is 1/n; any other class gets whole parameters, spread so that the
 largest share is as small as it can easily be.
 
-A step goes by groups of parameters of about `message_bytes`. torch's own elementwise classes update
-one group while the last one's parameters are gathered; another class, whose step may count or look
-at all of its parameters, updates them in one call, and only the gathers follow each other.
+A step goes by groups of parameters of about `message_bytes` (32 MiB; a quarter of a small model).
+torch's own elementwise classes update one group while the last one's parameters are gathered;
+another class, whose step may count or look at all of its parameters, updates them in one call, and
+only the gathers follow each other.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardwise.planning.rows import Rows
 from shardwise.planning.units import MIB
 
 Share = dict[int, slice]  # one rank's rows of each parameter that it steps, by the index of that
+MESSAGE_BYTES, LEAST_MESSAGES = 32 * MIB, 4
 IN_FLIGHT = 2  # gathers under way: each has a buffer of about `message_bytes`
 
 
@@ -61,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        message_bytes: int = 32 * MIB,
+        message_bytes: int | None = None,
         **defaults: Any,
     ) -> None:
         if not dist.is_initialized():
@@ -70,9 +72,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "init_process_group first"
             )
         super().__init__(params, defaults)
-        self.group, self.message_bytes = group, message_bytes
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._parameters = [p for g in self.param_groups for p in g["params"]]
+        if message_bytes is None:
+            # A small model still needs groups that overlap each other.
+            held = sum(p.nbytes for p in self._parameters)
+            message_bytes = min(MESSAGE_BYTES, held // LEAST_MESSAGES)
+        self.group, self.message_bytes = group, message_bytes
         split = _split_rows if issubclass(optimizer_class, ELEMENTWISE) else _split_whole
         self.shares = split(self._parameters, self.world)
         self._pieces = {

@@ -369,7 +369,7 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
         said = row["document"]
         theirs = f"{said['step_s'] * 1e3:.0f}" if "step_s" in said else "OOM" if said else ""
         if "failure" in row:
-            lines.append([row["way"], row["failure"], *[""] * 5, theirs])
+            lines.append([row["way"], "", "failed", *[""] * 4, theirs])
             continue
         sent = row["messages"]
         cells = [row["way"], "" if sent is None else str(sent)]
@@ -394,6 +394,8 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
         "(flat: 97 of 898), so only its own pairs compare."
     )
     for row in rows:
+        if "failure" in row:
+            print(f"{row['way']}: {row['failure']}")
         if "best_by_formula_mb" in row:
             print(
                 f"best bucket: measured {row.get('best_measured', '-')}, predicted "

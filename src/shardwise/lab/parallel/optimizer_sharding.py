@@ -290,7 +290,7 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
         theirs = [f"{said['step_s'] * 1e3:.0f}", f"{said['peak_gb']:.0f}"] if said else ["", ""]
         figures = [short_ms(row[name]) for name in ("step_ms", "step_spread_ms", "update_ms")]
         lines.append([row["way"], *figures, *theirs])
-    lines += [[row["way"], row["failure"]] for row in rows if "failure" in row]
+    lines += [[row["way"], "failed"] for row in rows if "failure" in row]
     first, title = ("optimizer",), f"one step, ms ({facts['network']})"
     heads = [*first, "step", "+-", "update", "document", "its peak GB"]
     print_table(title, heads, lines, {}, first, width=80)
@@ -316,6 +316,9 @@ def _print(rows: list[Row], facts: dict[str, Any]) -> None:
         "The document's XL has 2.0 B parameters: half of its fp32 moments are 8 GB, and\n"
         "its two peaks are 13 GB apart, so they differ by more than the state."
     )
+    for row in rows:
+        if "failure" in row:
+            print(f"{row['way']}: {row['failure']}")
     if facts["network"] != "gloo":
         print("ZeroRedundancyOptimizer broadcasts; the emulated network does not carry that.")
 
