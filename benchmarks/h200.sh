@@ -48,6 +48,9 @@ run_part() {
         ffn) shardwise bench ffn --json "$out/ffn-h200.json" "${commit[@]}" ;;
         overlap) shardwise bench overlap --json "$out/overlap-h200.json" \
             --plot "$out/overlap-h200.svg" "${commit[@]}" ;;
+        ddp) shardwise bench ddp --resume --json "$out/ddp-h200.json" "${commit[@]}" ;;
+        optimizer-sharding) shardwise bench optimizer-sharding --resume \
+            --json "$out/optimizer-sharding-h200.json" "${commit[@]}" ;;
         compile) go_on compile-h200.json
             shardwise bench compile --parts model --scopes whole --jobs 5 --resume \
                 --json "$out/compile-h200.json" "${commit[@]}" ;;
@@ -57,7 +60,7 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin check emulate llama8b accuracy ffn attention profile overlap compile)
+    step step-dropin check emulate llama8b accuracy ffn attention profile overlap ddp optimizer-sharding compile)
 failed=()
 for part in "${parts[@]}"; do
     [ -e "$out/$part.done" ] && continue
