@@ -56,6 +56,9 @@ run_part() {
         memory) go_on memory-h200.json
             shardwise bench memory --parts residual,attention --resume \
                 --json "$out/memory-h200.json" "${commit[@]}" ;;
+        ddp) shardwise bench ddp --resume --json "$out/ddp-h200.json" "${commit[@]}" ;;
+        optimizer-sharding) shardwise bench optimizer-sharding --resume \
+            --json "$out/optimizer-sharding-h200.json" "${commit[@]}" ;;
         compile) go_on compile-h200.json
             shardwise bench compile --parts model --scopes whole --jobs 5 --resume \
                 --json "$out/compile-h200.json" "${commit[@]}" ;;
@@ -65,7 +68,8 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin check emulate llama8b accuracy ffn attention profile overlap grouped kernels memory compile)
+    step step-dropin check emulate llama8b accuracy ffn attention profile overlap grouped kernels memory
+    ddp optimizer-sharding compile)
 failed=()
 for part in "${parts[@]}"; do
     [ -e "$out/$part.done" ] && continue

@@ -103,6 +103,44 @@ def test_sharded_optimizer_holds_its_share(two: Ranks, kind: str, wrapped_by: st
     assert sum(ours for _, ours, _ in results) == results[0][2]
 
 
+def _step_by_messages(kind: str) -> tuple[list[int], int, float]:
+    """How many gathers were out at each of the inner optimizer's steps; how many there were in all;
+    and how far the parameters are from the plain optimizer's.
+    """
+    cls, settings = CLASSES[kind]
+    alone, model = build("odd"), build("odd")
+    plain = cls([p for p in alone.parameters() if p.requires_grad], **settings)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ours = sw.ShardedOptimizer(trained, cls, message_bytes=2**8, **settings)
+    seen: list[int] = []
+    for step in range(3):
+        tokens = token_batch(step, 0)
+        for each in (alone, model):
+            loss_sum(each(tokens), tokens).backward()
+        seen.clear()
+        with sw.record() as log:
+            hook = ours.inner.register_step_post_hook(lambda *_: seen.append(len(log.calls)))
+            ours.step()
+            hook.remove()
+        plain.step()
+        assert sum(len(g["params"]) for g in ours.inner.param_groups) == len(ours.shares[ours.rank])
+        for opt in (ours, plain):
+            opt.zero_grad()
+    error = difference(dict(model.state_dict()), dict(alone.state_dict()))
+    return seen, log.counts()["all_gather"], error
+
+
+def test_gathers_start_between_the_updates(two: Ranks) -> None:
+    """Each group's parameters are on their way before the next group is updated."""
+    for seen, gathers, error in two.run(_step_by_messages, "adamw"):
+        # A rank updates nothing where a group of small parameters has no rows of its own.
+        assert len(seen) > 2 and seen == sorted(set(seen)) and seen[-1] < gathers
+        assert error < 1e-6
+    for seen, gathers, error in two.run(_step_by_messages, "trust"):
+        assert gathers > 2 and seen == [0]  # an unknown class steps once
+        assert error < 1e-6
+
+
 def test_sharded_optimizer_takes_any_class(four: Ranks) -> None:
     """A class that needs whole parameters gets whole ones, and the shares still add up to one
     state.

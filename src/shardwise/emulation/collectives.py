@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -178,8 +178,8 @@ class Emulation:
         if self._recorder is not None:
             modelled = transfer.seconds if self.mode == "network" else 0.0
             message = Message(name, len(self._ranks_of(group)), nbytes, modelled)
-        # Autograd does not record a collective.
-        with torch.no_grad():
+        # Autograd does not record a collective; to say so takes longer than to ask.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             on_device = moves[0].target.is_cuda
             run = self._on_device if on_device else self._on_host
             work = run(group, moves, transfer, message)

@@ -102,7 +102,7 @@ def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
     """Error if not even parameters, gradients, optimizer state and buffers fit."""
     kept = count_kept(plan.resolve(subject.build()))
     needed = kept.at_once if device.type == "cuda" else kept.host_at_once
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if free is not None and needed > free:
         raise UserError(
             f"one rank of {subject.name} under {plan.title} on mesh {plan.replicate}x{plan.shard} "
@@ -119,7 +119,8 @@ def ways_to_keep_less(plan: Plan) -> list[str]:
     return ways if plan.strategy.parameters == "shard" else [*ways, "use --plan zero3"]
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    """Of a device's memory, or of the host's; None where that does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -131,7 +132,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 @dataclass
-class _Taken:
+class Taken:
     """What was measured of one engine, in all its builds."""
 
     # By the emulation's mode; `ahead_ms` and `exposures` are of steps with the host ahead.
@@ -144,13 +145,33 @@ class _Taken:
     sent: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def waitless(self) -> str:
+        """The mode in which nobody waits for the network."""
+        return "unwaited" if "unwaited" in self.ahead_ms else "free"
+
+    def difference(self, first: str, second: str) -> list[float]:
+        """Of steps that ran one right after the other: the device's clock rate drifts."""
+        pairs = zip(self.ahead_ms[first], self.ahead_ms[second], strict=True)
+        return [a - b for a, b in pairs]
+
+    def waited_ms(self, mode: str) -> list[float]:
+        """All waits of the compute stream."""
+        return [exposure.waited_s * 1e3 for exposure in self.exposures[mode]]
+
+    @property
+    def exposed_ms(self) -> list[float]:
+        """All waits less those of a step that does not wait for a network."""
+        pairs = zip(self.waited_ms("network"), self.waited_ms(self.waitless), strict=True)
+        return [a - b for a, b in pairs]
+
 
 def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Row]:
     """A row for each engine; two take turns, BLOCKS times each. The process group is open."""
     inputs = job.subject.draw_inputs(job.device)
     blocks = BLOCKS if len(engines) > 1 else 1
     rounds = max(2, -(-job.steps // blocks))
-    taken = {engine: _Taken() for engine in engines}
+    taken = {engine: Taken() for engine in engines}
     with emulate(job.network, job.occupancy) as emulation:
         for i in range(blocks):
             for engine in engines:
@@ -169,24 +190,13 @@ def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Row]:
 
 
 def _run_block(
-    job: Job, engine: str, inputs: Inputs, emulation: Emulation, rounds: int, taken: _Taken
+    job: Job, engine: str, inputs: Inputs, emulation: Emulation, rounds: int, taken: Taken
 ) -> None:
     """Build the engine and add what its steps take, in each mode in turn."""
     cuda = job.device.type == "cuda"
     left, held = (footprint.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
     built = build(engine, job.subject, job.plan, job.device, inputs)
-    # Only kernels that occupy the device can go on without being waited for.
-    modes = MODES if cuda and job.occupancy else ("network", "free")
-    steps = {mode: _in_mode(emulation, mode, built.step) for mode in modes}
-    plain = {mode: steps[mode] for mode in ("network", "free")}
-    samples = timing.alternate(plain, rounds, WARMUP, timing.timer_on(job.device.type))
-    for mode in plain:
-        taken.samples[mode] += samples[mode]
-    for i in range(rounds):
-        for mode in modes if i % 2 else modes[::-1]:
-            took, exposure = _step_ahead(job.device, emulation, steps[mode], samples["network"])
-            taken.ahead_ms[mode].append(took)
-            taken.exposures[mode].append(exposure)
+    time_step(built.step, emulation, job.device, rounds, taken)
     emulation.calls.clear()
     emulation.sent.clear()
     if cuda:
@@ -198,12 +208,30 @@ def _run_block(
     taken.settings = built.settings
     if not taken.calls and job.plan.world > 1:
         raise RuntimeError(f"no collective of {engine} went over the emulated network")
-    del built, steps, plain
+    del built
     if not cuda:
         peak = footprint.peak_on_cpu(
             lambda: build(engine, job.subject, job.plan, job.device, inputs).step
         )
         taken.peaks.append((peak, 0))
+
+
+def time_step(
+    step: Step, emulation: Emulation, device: torch.device, rounds: int, taken: Taken
+) -> None:
+    """Add what steps take, in each mode in turn: with the host in them, then with it ahead."""
+    # Only kernels that occupy the device can go on without being waited for.
+    modes = MODES if device.type == "cuda" and emulation.occupancy else ("network", "free")
+    steps = {mode: _in_mode(emulation, mode, step) for mode in modes}
+    plain = {mode: steps[mode] for mode in ("network", "free")}
+    samples = timing.alternate(plain, rounds, WARMUP, timing.timer_on(device.type))
+    for mode in plain:
+        taken.samples[mode] += samples[mode]
+    for i in range(rounds):
+        for mode in modes if i % 2 else modes[::-1]:
+            took, exposure = step_ahead(device, emulation, steps[mode], samples["network"])
+            taken.ahead_ms[mode].append(took)
+            taken.exposures[mode].append(exposure)
 
 
 def profile(job: Job, engine: str, directory: Path, cluster: str, steps: int = 3) -> None:
@@ -235,7 +263,7 @@ def _in_mode(emulation: Emulation, mode: Mode, step: Step) -> Step:
     return in_mode
 
 
-def _step_ahead(
+def step_ahead(
     device: torch.device, emulation: Emulation, step: Step, samples: list[Sample]
 ) -> tuple[float, Exposure]:
     """One step with its waits measured, and its milliseconds; on a GPU with the host ahead."""
@@ -249,21 +277,11 @@ def _step_ahead(
     return timing.time_ahead(step, hold, samples, emulation.measure(device))
 
 
-def _sum_up(engine: str, taken: _Taken) -> Row:
+def _sum_up(engine: str, taken: Taken) -> Row:
     """One engine's figures. Milliseconds, medians; spreads are interquartile."""
 
-    def difference(first: str, second: str) -> list[float]:
-        """Of steps that ran one right after the other: the device's clock rate drifts."""
-        pairs = zip(taken.ahead_ms[first], taken.ahead_ms[second], strict=True)
-        return [a - b for a, b in pairs]
-
-    waitless = "unwaited" if "unwaited" in taken.ahead_ms else "free"
-    waited = {
-        mode: [exposure.waited_s * 1e3 for exposure in exposures]
-        for mode, exposures in taken.exposures.items()
-    }
-    exposed = [a - b for a, b in zip(waited["network"], waited[waitless], strict=True)]
-    counterfactual = difference("network", "free")
+    difference, waited, exposed = taken.difference, taken.waited_ms, taken.exposed_ms
+    waitless, counterfactual = taken.waitless, difference("network", "free")
     # Only the first block makes the libraries' workspaces; the others find them there.
     peak, reserved = (min(values) for values in zip(*taken.peaks, strict=True))
     by_exposed = sorted(taken.exposures["network"], key=lambda exposure: exposure.exposed_s)
@@ -290,8 +308,8 @@ def _sum_up(engine: str, taken: _Taken) -> Row:
         "waiting_ms": statistics.median(difference("network", waitless)),
         "contention_ms": statistics.median(difference(waitless, "free")),
         # All waits of the compute stream, and those over a free network.
-        "waited_ms": statistics.median(waited["network"]),
-        "free_waited_ms": statistics.median(waited["free"]),
+        "waited_ms": statistics.median(waited("network")),
+        "free_waited_ms": statistics.median(waited("free")),
         "calls": taken.calls,
         "bytes_by_collective": taken.sent,
         "settings": taken.settings,

@@ -119,7 +119,8 @@ class TensorExecutor:
     def __init__(self, device: torch.device) -> None:
         self.gathers, self.scatters, self.replicas = Lane(device), Lane(device), Lane(device)
         self.ordered = self.gathers.ordered
-        self._crossed = False  # the replicas' lane was used in this backward
+        # In this backward: the lanes that were used.
+        self._scattered = self._crossed = False
         self._offloads = False  # sums went to the host in this backward
 
     @property
@@ -192,7 +193,7 @@ class TensorExecutor:
         found, buffer = gradients.take(), None
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
-        with marked("pack", unit.name), lane.behind_compute:
+        with marked("pack", unit.name), self._start(unit):
             if passes and custom is None and gradients.slot is not None:
                 slot, buffer = gradients.slot.pack(found), gradients.slot.buffer
             else:
@@ -202,16 +203,35 @@ class TensorExecutor:
                     into = allocate(custom, numel, gradients.reduce_dtype, unit.mesh.device)
                 slot = gradients.pack(found, into)
         held = TensorHeld(slot, into_sums, buffer)
+        if self.packs_on_compute(unit):
+            found.clear()
+            return TensorReduction(unit, found, held, freed=DONE, lane=self.replicas)
         return TensorReduction(unit, found, held, freed=lane.mark(unit.packed), lane=lane)
+
+    def packs_on_compute(self, unit: Unit) -> bool:
+        """Where data parallel has streams, its gradients are packed where backward left them and
+        go at once. A lane of its own, and the events that order it, cost the host more for each
+        message than the copy costs the device, and with a message per tensor the host is the limit.
+        """
+        return self.ordered and unit.shard_ranks == 1 and unit.replicas > 1
+
+    def _start(self, unit: Unit) -> AbstractContextManager[Any]:
+        """Where a reduce begins: on the scatters' lane, or where compute is."""
+        if self.packs_on_compute(unit):
+            return _NOTHING
+        self._scattered = True
+        return self.scatters.behind_compute
 
     def zeros(self, unit: Unit) -> TensorReduction:
         gradients, lane = unit.gradients, self.scatters
         assert gradients is not None and gradients.sums is not None
-        with lane.behind_compute:
+        with self._start(unit):
             zeros = torch.zeros_like(
                 gradients.sums, dtype=gradients.reduce_dtype, device=unit.mesh.device
             )
         held = TensorHeld(zeros)
+        if self.packs_on_compute(unit):
+            return TensorReduction(unit, [], held, freed=DONE, lane=self.replicas)
         return TensorReduction(unit, [], held, freed=lane.mark(unit.packed), lane=lane)
 
     def scatter(self, reduction: TensorReduction, into_sums: bool) -> None:
@@ -219,7 +239,7 @@ class TensorExecutor:
         gradients, options = unit.gradients, unit.options
         assert gradients is not None
         if options.divide_before != 1.0:
-            with lane.inside:
+            with _NOTHING if self.packs_on_compute(unit) else lane.inside:
                 slot.div_(options.divide_before)
         if unit.shard_ranks == 1:
             return
@@ -229,34 +249,30 @@ class TensorExecutor:
             if not into_sums or rows is None:
                 numel, dtype = gradients.shard_numel, gradients.reduce_dtype
                 rows = allocate(custom, numel, dtype, unit.mesh.device)
-            handle = group.reduce_scatter(rows, slot, custom)
+            handle = self._order(group.reduce_scatter(rows, slot, custom))
         reduction.held = TensorHeld(rows, into_sums)
-        self._issued(reduction, lane, handle)
+        reduction.lane, reduction.pending = lane, handle
 
     def all_reduce(self, reduction: TensorReduction) -> None:
         unit, lane = reduction.unit, self.replicas
         self._crossed = True
-        if lane.stream is not None and self.scatters.stream is not None:
+        if lane.stream is not None and not self.packs_on_compute(unit):
+            assert self.scatters.stream is not None
             lane.stream.wait_stream(self.scatters.stream)
         with marked("reduce", unit.name), lane.behind_compute:
-            handle = unit.mesh.replicate.all_reduce(reduction.held.content)
-        self._issued(reduction, lane, handle)
+            handle = self._order(unit.mesh.replicate.all_reduce(reduction.held.content))
+        reduction.lane, reduction.pending = lane, handle
 
-    def _issued(self, reduction: TensorReduction, lane: Lane, handle: Handle) -> None:
-        """The lane waits for a collective at once; a host when it has to."""
-        reduction.lane = lane
-        if handle is DONE:
-            return
+    def _order(self, handle: Handle) -> Handle | None:
+        """The lane waits for a collective at once; a host when it has to: that is then pending."""
         if self.ordered:
-            with lane.inside:
-                handle.wait()
-        else:
-            reduction.pending = handle
+            handle.wait()
+        return None if self.ordered or handle is DONE else handle
 
     def add(self, reduction: TensorReduction, to: Held) -> None:
-        lane = self.scatters
+        unit, lane = reduction.unit, self.scatters
         # Whole, it may be compute's own memory.
-        with lane.behind_compute if reduction.unit.shard_ranks == 1 else lane.inside:
+        with self._start(unit) if unit.shard_ranks == 1 else lane.inside:
             to.content.add_(reduction.held.content)
 
     def add_to_sums(self, reduction: TensorReduction, overwrites: bool) -> None:
@@ -299,14 +315,15 @@ class TensorExecutor:
         reduction.gradients.clear()
 
     def finish(self) -> None:
-        self.scatters.join(self.scatters.mark())
+        if self._scattered:
+            self.scatters.join(self.scatters.mark())
         if self._crossed:
             self.replicas.join(self.replicas.mark())
         if self._offloads:
             for stream in (self.scatters.stream, self.replicas.stream):
                 if stream is not None:
                     stream.synchronize()
-        self._crossed = self._offloads = False
+        self._scattered = self._crossed = self._offloads = False
 
 
 def marked(name: str, unit: str) -> AbstractContextManager[Any]:

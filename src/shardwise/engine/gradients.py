@@ -274,7 +274,9 @@ class Gradients:
             pairs = zip(found, rows, strict=False)
             cut = [_rank_after_rank(grad, each) for grad, each in pairs if each.part]
             found = [*cut, *found[len(rows) :]]
-        if found:
+        if found and ranks == 1:
+            torch.cat([grad.reshape(-1) for grad in found], out=slot)
+        elif found:
             torch_private.chunk_cat(found, ranks, slot.view(ranks, -1))
         return slot
 

@@ -5,19 +5,25 @@ The model and its gradients stay whole on every rank (torch's DistributedDataPar
 that leaves equal gradients everywhere). Optimizers that treat every element alike split each
 parameter by rows, so the state is 1/n; any other class gets whole parameters, spread so that the
 largest share is as small as it can easily be.
+
+A step goes by groups of parameters of about `message_bytes` (32 MiB; a quarter of a small model).
+torch's own elementwise classes update one group while the last one's parameters are gathered;
+another class, whose step may count or look at all of its parameters, updates them in one call, and
+only the gathers follow each other.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.collectives import Group
+from shardwise.engine.collectives import Group, Handle
 from shardwise.engine.parameter_runs import ELEMENTWISE
 from shardwise.engine.state import cut_messages
 from shardwise.engine.torch_private import foreach_copy_
@@ -25,6 +31,25 @@ from shardwise.planning.rows import Rows
 from shardwise.planning.units import MIB
 
 Share = dict[int, slice]  # one rank's rows of each parameter that it steps, by the index of that
+MESSAGE_BYTES, LEAST_MESSAGES = 32 * MIB, 4
+IN_FLIGHT = 2  # gathers under way: each has a buffer of about `message_bytes`
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A gather under way: what arrives, and where each rank's pieces of it go."""
+
+    handle: Handle
+    everyone: torch.Tensor
+    by_rank: list[list[torch.Tensor]]
+
+    def finish(self, rank: int) -> None:
+        """Wait, and copy out all but this rank's own pieces."""
+        self.handle.wait()
+        for other, pieces in enumerate(self.by_rank):
+            if other != rank and pieces:
+                sizes = [piece.numel() for piece in pieces]
+                foreach_copy_(pieces, list(self.everyone[other, : sum(sizes)].split(sizes)))
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         group: dist.ProcessGroup | None = None,
-        message_bytes: int = 32 * MIB,
+        message_bytes: int | None = None,
         **defaults: Any,
     ) -> None:
         if not dist.is_initialized():
@@ -47,9 +72,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "init_process_group first"
             )
         super().__init__(params, defaults)
-        self.group, self.message_bytes = group, message_bytes
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._parameters = [p for g in self.param_groups for p in g["params"]]
+        if message_bytes is None:
+            # A small model still needs groups that overlap each other.
+            held = sum(p.nbytes for p in self._parameters)
+            message_bytes = min(MESSAGE_BYTES, held // LEAST_MESSAGES)
+        self.group, self.message_bytes = group, message_bytes
         split = _split_rows if issubclass(optimizer_class, ELEMENTWISE) else _split_whole
         self.shares = split(self._parameters, self.world)
         self._pieces = {
@@ -57,9 +86,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for i, rows in self.shares[self.rank].items()
         }
         groups = self._numbered_groups()
+        indices = [numbered["params"] for numbered in groups]
         for numbered in groups:
-            numbered["params"] = [self._pieces[i] for i in numbered["params"] if i in self._pieces]
+            numbered["params"] = self._pieces_of(numbered["params"])
         self.inner = optimizer_class(groups, **defaults)
+        self._ranks = Group("shard", group, self.world, self.rank, None)
+        self._messages = list(cut_messages(self._parameters, message_bytes))
+        # What each message's update steps, by the inner optimizer's groups; None: all at once.
+        self._updates: list[list[list[torch.Tensor]]] | None = None
+        if optimizer_class in ELEMENTWISE and self.world > 1:
+            self._updates = [
+                [self._pieces_of(i for i in members if i in message) for members in indices]
+                for message in map(set, self._messages)
+            ]
         # The inner optimizer knows settings that the caller left at their defaults.
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update(_settings(theirs))
@@ -67,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step this rank's share, then gather everybody's."""
+        """Step this rank's share and gather everybody's, message by message."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,39 +116,61 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for i, rows in self.shares[self.rank].items():
             grad = self._parameters[i].grad
             self._pieces[i].grad = None if grad is None else _rows(grad, rows)
-        self.inner.step()
+        if self._updates is None:
+            self.inner.step()
+        self._go_by_messages()
         for piece in self._pieces.values():
             piece.grad = None
-        self._gather()
         return loss
 
-    def _gather(self) -> None:
-        """Bring the stepped parameters to every rank, in messages of about `message_bytes` per
-        dtype.
+    def _go_by_messages(self) -> None:
+        """Message by message: update what it carries, unless that is done, and start its gather.
+        Each arrives under the updates that follow.
         """
-        if self.world == 1:
-            return
-        for message in cut_messages(self._parameters, self.message_bytes):
-            self._gather_message(message)
+        under_way: deque[Gathering] = deque()
+        for number, members in enumerate(self._messages if self.world > 1 else ()):
+            if self._updates is not None:
+                self._update(self._updates[number])
+            if len(under_way) == IN_FLIGHT:
+                under_way.popleft().finish(self.rank)
+            under_way.extend(self._start_gather(members))
+        for gathering in under_way:
+            gathering.finish(self.rank)
 
-    def _gather_message(self, members: list[int]) -> None:
+    def _update(self, pieces: list[list[torch.Tensor]]) -> None:
+        """The inner optimizer's own step, of these pieces of each of its groups."""
+        groups = self.inner.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group, chosen in zip(groups, pieces, strict=True):
+                group["params"] = chosen
+            self.inner.param_groups = [group for group in groups if group["params"]]
+            if self.inner.param_groups:
+                self.inner.step()
+        finally:
+            self.inner.param_groups = groups
+            for group, everything in zip(groups, whole, strict=True):
+                group["params"] = everything
+
+    def _start_gather(self, members: list[int]) -> list[Gathering]:
+        """Send this rank's pieces of the members to all; nothing where nobody has any."""
         by_rank = [
             [_rows(self._parameters[i].detach(), share[i]).view(-1) for i in members if i in share]
             for share in self.shares
         ]
         lengths = [sum(piece.numel() for piece in pieces) for pieces in by_rank]
         if not any(lengths):
-            return
+            return []
         everyone = self._parameters[members[0]].new_empty((self.world, max(lengths)))
         mine = everyone[self.rank]
         if by_rank[self.rank]:
             torch.cat(by_rank[self.rank], out=mine[: lengths[self.rank]])
-        ranks = Group("shard", self.group, self.world, self.rank, None)
-        ranks.all_gather(everyone.view(-1), mine).wait()
-        for rank, pieces in enumerate(by_rank):
-            if rank != self.rank and pieces:
-                found = everyone[rank, : lengths[rank]].split([piece.numel() for piece in pieces])
-                foreach_copy_(pieces, list(found))
+        handle = self._ranks.all_gather(everyone.view(-1), mine)
+        return [Gathering(handle, everyone, by_rank)]
+
+    def _pieces_of(self, indices: Iterable[int]) -> list[torch.Tensor]:
+        """This rank's pieces of these parameters, of those that it has one of."""
+        return [self._pieces[i] for i in indices if i in self._pieces]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by parameter index, with the rows it covers."""

@@ -15,11 +15,12 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
-from shardwise.lab.catalog import assignment, engine, grouped, hybrid
+from shardwise.lab.catalog import assignment, engine, grouped, hybrid, parallel
 
 BENCHMARKS = (
     *engine.BENCHMARKS,
     *assignment.BENCHMARKS,
+    *parallel.BENCHMARKS,
     *grouped.BENCHMARKS,
     *hybrid.BENCHMARKS,
 )

@@ -212,12 +212,21 @@ class PlannedExecutor:
         listener, slot, grads = self.listener, unit.sizes.slot, unit.grads
         listener.engine_work("reduce", unit.name)
         listener.hold("slots", 0 if into_sums else slot)
+        if self._packs_on_compute(unit):
+            packed = listener.copy("pack", unit.name, COMPUTE, grads + slot)
+            listener.hold("gradients", -grads)
+            unit.grads = 0
+            return PlannedReduction(unit, 0, Held(slot, into_sums), freed=-1, last=packed)
         packed = listener.copy(
             "pack", unit.name, "scatter", grads + slot, listener.behind_compute()
         )
         unit.grads = 0
         self._ends["scatter"] = packed
         return PlannedReduction(unit, grads, Held(slot, into_sums), freed=packed, last=packed)
+
+    def _packs_on_compute(self, unit: PlannedUnit) -> bool:
+        """As the engine's executor: data parallel's own copies, where there are streams."""
+        return self.ordered and unit.shard_ranks == 1 and unit.replicas > 1
 
     def zeros(self, unit: PlannedUnit) -> PlannedReduction:
         self.listener.hold("slots", unit.sizes.rows)
@@ -266,7 +275,8 @@ class PlannedExecutor:
         return (reduction.last,) if reduction.last >= 0 else ()
 
     def add(self, reduction: PlannedReduction, to: Held) -> None:
-        self._copy(reduction, "add", "scatter", 3 * reduction.held.content)
+        lane = COMPUTE if self._packs_on_compute(reduction.unit) else "scatter"
+        self._copy(reduction, "add", lane, 3 * reduction.held.content)
 
     def _copy(self, reduction: PlannedReduction, name: str, lane: str, nbytes: int) -> None:
         unit = reduction.unit

@@ -1,0 +1,1 @@
+"""The assignment's questions about several ranks: collectives, data parallel, sharded state."""
