@@ -38,6 +38,7 @@ class Message:
     ranks: int
     nbytes: int
     modelled_s: float  # with the links to itself
+    group: tuple[int, ...] = ()  # which ranks they are
     start: float = 0.0
     end: float = 0.0
     exposed_s: float = 0.0
