@@ -193,7 +193,7 @@ class Emulation:
         message = None
         if self._recorder is not None:
             modelled = transfer.seconds if self.mode == "network" else 0.0
-            message = Message(name, len(ranks), nbytes, modelled, ranks)
+            message = Message(name, len(ranks), nbytes, modelled, group=ranks)
         # Autograd does not record a collective.
         with torch.no_grad():
             on_device = moves[0].target.is_cuda

@@ -38,10 +38,10 @@ class Message:
     ranks: int
     nbytes: int
     modelled_s: float  # with the links to itself
-    group: tuple[int, ...] = ()  # which ranks they are
     start: float = 0.0
     end: float = 0.0
     exposed_s: float = 0.0
+    group: tuple[int, ...] = ()  # which ranks they are
 
     @property
     def seconds(self) -> float:

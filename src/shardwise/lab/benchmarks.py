@@ -17,12 +17,12 @@ from shardwise.errors import UserError
 from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
 from shardwise.lab.catalog.assignment import COMPILE, FORWARD_BACKWARD, MEMORY, OVERLAP
 from shardwise.lab.catalog.engine import ACCURACY, ATTENTION, GATHER, PROFILE, STEP
-from shardwise.lab.catalog.hybrid import FFN
+from shardwise.lab.catalog.hybrid import FFN, HSDP
 
 BENCHMARKS = (
     STEP, GATHER, ATTENTION, PROFILE, ACCURACY,
     FORWARD_BACKWARD, MEMORY, COMPILE, OVERLAP,
-    FFN,
+    FFN, HSDP,
 )  # fmt: skip
 
 
