@@ -20,7 +20,7 @@ Sizes = tuple[tuple[int, ...], ...]
 MICRO_BATCHES_HELP = "how many; or sequences of each, as 1,2; of uneven replicas, as 1,2/2,1"
 
 
-def parse_micro_batches(text: str, batch: int, least: int = 1) -> Sizes:
+def parse_micro_batches(text: str, batch: int = 1) -> Sizes:
     """Sequences of every micro-batch, in a row for each kind of replica: from their number, each of
     `batch` sequences (`2`), from the sizes (`1,2`), or from those of replicas in turn (`1,2/2,1`).
     """
@@ -29,12 +29,25 @@ def parse_micro_batches(text: str, batch: int, least: int = 1) -> Sizes:
     if digits and len(rows) == len(rows[0]) == 1 and int(text) >= 1:
         return ((batch,) * int(text),)
     sizes = tuple(tuple(int(word) for word in row) for row in rows) if digits else ()
-    if not digits or len({len(row) for row in sizes}) != 1 or min(map(min, sizes)) < least:
+    if not digits or len({len(row) for row in sizes}) != 1 or min(map(min, sizes)) < 1:
         raise UserError(
             f"micro-batches are {text!r}, expected how many (2), or the sequences of each (1,2), "
-            f"or those of uneven replicas, as many for each (1,2/2,1); sequences: at least {least}"
+            "or those of uneven replicas, as many for each (1,2/2,1); all at least 1"
         )
     return sizes
+
+
+def show_sizes(sizes: Sizes) -> str:
+    """As `parse_micro_batches` reads them."""
+    return "/".join(",".join(map(str, row)) for row in sizes)
+
+
+def row_of(rank: int, mesh: tuple[int, int], rows: int) -> int:
+    """Which of the rows of uneven sizes a rank of a mesh (replicate, shard) has: its replica's, in
+    turn. The ranks of a single shard group have those of the replicas that they would be in.
+    """
+    replicate, shard = mesh
+    return rank // shard % rows if replicate > 1 else rank * rows // shard
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,16 @@ class Workload:
             for index in range(self.micro_batches)
         )
         return sequences * self.sequence * (ranks // groups)
+
+    def tokens_on(self, mesh: tuple[int, int]) -> int:
+        """Tokens of one step over all ranks of a mesh (replicate, shard)."""
+        world, rows = mesh[0] * mesh[1], len(self.sizes or ((),))
+        sequences = (
+            self.size_of(row_of(rank, mesh, rows), index)
+            for rank in range(world)
+            for index in range(self.micro_batches)
+        )
+        return sum(sequences) * self.sequence
 
     @property
     def state_tensors(self) -> int:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.description.language_model import LM, OPTIMIZER, compute_loss, draw_tokens
 from shardwise.description.preset import BENCH as BENCH_SIZE
 from shardwise.description.preset import Preset, load_preset
-from shardwise.description.workload import Workload
+from shardwise.description.workload import Sizes, Workload, show_sizes
 from shardwise.engine.api import local, shard
 from shardwise.engine.engine import engine_of, microbatches
 from shardwise.engine.state import materialize
@@ -53,17 +53,16 @@ class Subject:
     name: str
     batch: int
     length: int
-    sizes: tuple[tuple[int, ...], ...] = ()
+    sizes: Sizes = ()
 
     @property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
+    def rows(self) -> Sizes:
         return self.sizes or ((self.batch,),)
 
     @property
     def tokens(self) -> str:
         """In words: what each micro-batch has."""
-        told = "/".join(",".join(map(str, row)) for row in self.rows)
-        return f"{told} x {self.length} tokens"
+        return f"{show_sizes(self.rows)} x {self.length} tokens"
 
     @property
     def preset(self) -> Preset | None:

@@ -14,18 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.description.workload import row_of
 from shardwise.emulation.collectives import Emulation, Joins
 from shardwise.planning.plan import Plan
 from shardwise.profiling.timing import Step
-
-
-def role_of(rank: int, plan: Plan, roles: int) -> int:
-    """Which of the rows of uneven micro-batches a rank has, as in `Workload.sizes`: those of its
-    replica; without replicas, of the replica that it would be in.
-    """
-    if plan.replicate > 1:
-        return rank // plan.shard % roles
-    return rank * roles // plan.world
 
 
 class Peers:
@@ -63,7 +55,7 @@ class Peers:
         count, found = len(self._steps), {}
         others = [seen for i, seen in enumerate(self._seen) if i != role]
         for group in {group for seen in others for group in seen}:
-            if len({role_of(rank, self._plan, count) for rank in group}) > 1:
+            if len({row_of(rank, self._plan.mesh, count) for rank in group}) > 1:
                 starts = [seen[group] for seen in others if group in seen]
                 found[group] = [max(each) for each in zip(*starts, strict=False)]
         return found

@@ -33,12 +33,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.description.tracing import torch_private
+from shardwise.description.workload import row_of
 from shardwise.emulation.collectives import Emulation, emulate
 from shardwise.emulation.device import Mode
 from shardwise.emulation.engines import Rows, Subject, build
 from shardwise.emulation.exposure import Exposure, Message
 from shardwise.emulation.networks import NetworkModel
-from shardwise.emulation.peers import Peers, role_of
+from shardwise.emulation.peers import Peers
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -69,7 +70,7 @@ class Job:
     @property
     def role(self) -> int:
         """Which row of its subject's micro-batches the rank has."""
-        return role_of(self.rank, self.plan, len(self.subject.rows))
+        return row_of(self.rank, self.plan.mesh, len(self.subject.rows))
 
 
 def join_fake_group(rank: int, world: int) -> None:

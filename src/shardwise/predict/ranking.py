@@ -45,7 +45,7 @@ class Candidate:
             timeline.peak().total,
             limit,
             timeline.breakdown(),
-            workload.tokens_per_step(plan.world, plan.replicate) / (timeline.step_ms / 1e3),
+            workload.tokens_on(plan.mesh) / (timeline.step_ms / 1e3),
         )
 
     @property

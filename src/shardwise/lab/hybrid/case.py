@@ -45,7 +45,7 @@ class HybridCase:
     @property
     def tokens(self) -> int:
         """Of a step, all ranks."""
-        return self.workload.tokens_per_step(RANKS, MESH[0])
+        return self.workload.tokens_on(MESH)
 
     @property
     def is_document(self) -> bool:

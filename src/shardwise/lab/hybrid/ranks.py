@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
+from shardwise.description.workload import row_of
 from shardwise.emulation.engines import AXES, fully_shard_blocks
-from shardwise.emulation.peers import role_of
 from shardwise.lab.hybrid.case import MESH, HybridCase, plan_of, summarize
 from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import say
@@ -33,7 +33,7 @@ def measure(
         "hsdp": init_device_mesh("cpu", MESH, mesh_dim_names=AXES),
         "fsdp": init_device_mesh("cpu", (dist.get_world_size(),)),
     }
-    replica = role_of(dist.get_rank(), plan_of("hsdp"), MESH[0])
+    replica = row_of(dist.get_rank(), MESH, MESH[0])
     for engine, mode in candidates:
         plan, key = plan_of(mode), f"{engine}/{mode}"
         models[key] = _build(case, engine, plan, meshes["fsdp" if mode == "fsdp" else "hsdp"])
