@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from shardwise.checked import Bound, check_bounds
-from shardwise.description.workload import (
-    MICRO_BATCHES_HELP,
-    Workload,
-    parse_micro_batches,
-    show_sizes,
-)
+from shardwise.description.workload import MICRO_BATCHES_HELP, Workload, parse_micro_batches
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file, open_console, print_table
 
@@ -336,9 +331,7 @@ _WIDTH = 150  # of the table in a pipe
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "plan": lambda c: c.plan.title,
     "mesh": lambda c: "x".join(map(str, c.plan.mesh)),
-    "micro-batches": lambda c: (
-        _uneven_sizes(c.workload) or f"{c.workload.micro_batches} x {c.workload.micro_batch}"
-    ),
+    "micro-batches": lambda c: c.workload.split,
     "recompute": lambda c: "no" if c.workload.checkpoint == "none" else "yes",
     "settings": lambda c: c.show_settings(),
     "step ms": lambda c: f"{c.step_ms:.1f}",
@@ -349,12 +342,6 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "contention": lambda c: f"{c.breakdown.contention / 1e6:.1f}",
     "host": lambda c: f"{c.breakdown.host_idle / 1e6:.1f}",
 }
-
-
-def _uneven_sizes(workload: Workload) -> str:
-    """As `--micro-batches` has them; nothing where all are alike."""
-    sizes = workload.sizes or ()
-    return show_sizes(sizes) if len({size for row in sizes for size in row}) > 1 else ""
 
 
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
@@ -379,8 +366,8 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
         f"model.checkpoint={best.workload.checkpoint}",
         f"data.seq={best.workload.sequence}",
     ]
-    if uneven := _uneven_sizes(best.workload):
-        settings.append(f"data.sizes={uneven}")
+    if "x" not in best.workload.split:
+        settings.append(f"data.sizes={best.workload.split}")
     else:
         settings.append(f"data.batch={best.workload.micro_batch}")
         settings.append(f"run.micro_batches={best.workload.micro_batches}")

@@ -37,9 +37,9 @@ def parse_micro_batches(text: str, batch: int = 1) -> Sizes:
     return sizes
 
 
-def show_sizes(sizes: Sizes) -> str:
+def show_sizes(sizes: Sizes | None) -> str:
     """As `parse_micro_batches` reads them."""
-    return "/".join(",".join(map(str, row)) for row in sizes)
+    return "/".join(",".join(map(str, row)) for row in sizes or ())
 
 
 def row_of(rank: int, mesh: tuple[int, int], rows: int) -> int:
@@ -103,6 +103,12 @@ class Workload:
     def uneven(cls, sequence: int, sizes: Sizes, **more: Any) -> Workload:
         """With the micro-batches of `sizes`, all of them once."""
         return cls(sequence, max(map(max, sizes)), len(sizes[0]), sizes=sizes, **more)
+
+    @property
+    def split(self) -> str:
+        """The micro-batches of a rank in few signs: 2 x 4, or, where they are uneven, 1,4/4,1."""
+        alike = len({size for row in self.sizes or () for size in row}) <= 1
+        return f"{self.micro_batches} x {self.micro_batch}" if alike else show_sizes(self.sizes)
 
     def size_of(self, group: int, index: int) -> int:
         """Sequences of micro-batch `index` on the ranks of replica group `group`."""

@@ -44,9 +44,7 @@ class HostLinks:
         self._now = 0.0
         self._queues: dict[Hashable, deque[Flow]] = {}
 
-    def add(
-        self, now: float, group: Hashable, transfer: Transfer, step_began: float = 0.0
-    ) -> Flow:
+    def add(self, now: float, group: Hashable, transfer: Transfer, step_began: float = 0.0) -> Flow:
         joins = step_began + transfer.joins if transfer.joins else 0.0
         flow = Flow(transfer.fixed, transfer.moving, transfer.uses, joins)
         self._advance(now)

@@ -19,7 +19,7 @@ WORTH = 0.003  # a setting that saves less than this share of the step is left a
 
 
 def title_of(plan: Plan, workload: Workload) -> str:
-    work = f"{workload.micro_batches} x {workload.micro_batch} sequences"
+    work = f"{workload.split} sequences"
     again = ", recomputing" if workload.checkpoint != "none" else ""
     return f"{plan.title} on {plan.replicate}x{plan.shard}, {work}{again}"
 

@@ -42,7 +42,7 @@ COMPARED = {
     "of the document only the ratios can be compared",
     "emulated": "one rank of 2 x 2 with h100x8's modelled network, the other replica as late as it "
     "would be; the document's GPUs were H100",
-    "predicted": "the document's sizes on h100x8; one H200's micro-batches are all that is measured",
+    "predicted": "the document's sizes on h100x8; measured are one H200's micro-batches alone",
 }
 
 
@@ -123,7 +123,9 @@ def _key(source: str, case: HybridCase, engine: str, mode: str) -> str:
 def _measure(
     source: str, case: HybridCase, wanted: list[tuple[str, str]], arguments: argparse.Namespace
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    warmup, steps = (1, 2) if arguments.quick else (arguments.warmup_steps, arguments.measured_steps)
+    warmup, steps = (
+        (1, 2) if arguments.quick else (arguments.warmup_steps, arguments.measured_steps)
+    )
     if source == "gloo":
         # In one run and in turn: all or none.
         found = ask_ranks(ranks.measure, case, wanted, warmup, steps, world=RANKS)

@@ -1,4 +1,4 @@
-"""One rank of an emulated 2 x 2 mesh on this device; the other replica is as late as it would be."""
+"""One rank of an emulated 2 x 2 mesh; the other replica is as late as it would be."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from shardwise.profiling.footprint import free_device
 from shardwise.profiling.timing import no_garbage_collection
 
 
-def measure(
-    case: HybridCase, engine: str, mode: str, warmup: int, steps: int
-) -> dict[str, Any]:
-    """Steps of rank 0 of a group that is opened for it: by CUDA events from an idle device, on a CPU by the
-    host's clock.
+def measure(case: HybridCase, engine: str, mode: str, warmup: int, steps: int) -> dict[str, Any]:
+    """Steps of rank 0, in a group that is opened for it: by CUDA events from an idle device, on a
+    CPU by the host's clock.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     plan, network = plan_of(mode), ClusterNetwork(Cluster.load(CLUSTER))

@@ -41,7 +41,9 @@ def measure(
     parity = _compare(models, runs)
     if isinstance(parity, str):
         return {"error": parity}
-    say(f"4 gloo ranks: gradients agree to {parity:.0e}; {len(runs)} candidates, {steps} steps each")
+    say(
+        f"4 gloo ranks: gradients agree to {parity:.0e}; {len(runs)} candidates, {steps} steps each"
+    )
     torch.manual_seed(dist.get_rank())
     taken = alternate(runs, steps, warmup, time_on_ranks)
     return {
