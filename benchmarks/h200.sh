@@ -46,6 +46,9 @@ run_part() {
             shardwise bench attention --resume --json "$out/attention-h200.json" "${commit[@]}" ;;
         profile) shardwise bench profile --cases h200 --json "$out/profile-h200.json" "${commit[@]}" ;;
         ffn) shardwise bench ffn --json "$out/ffn-h200.json" "${commit[@]}" ;;
+        hsdp) go_on hsdp-h200.json
+            shardwise bench hsdp --resume --json "$out/hsdp-h200.json" --plot "$out/hsdp-h200.svg" \
+                "${commit[@]}" ;;
         overlap) shardwise bench overlap --json "$out/overlap-h200.json" \
             --plot "$out/overlap-h200.svg" "${commit[@]}" ;;
         compile) go_on compile-h200.json
@@ -57,7 +60,7 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin check emulate llama8b accuracy ffn attention profile overlap compile)
+    step step-dropin check emulate llama8b accuracy ffn hsdp attention profile overlap compile)
 failed=()
 for part in "${parts[@]}"; do
     [ -e "$out/$part.done" ] && continue

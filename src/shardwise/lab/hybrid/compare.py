@@ -36,7 +36,7 @@ QUICK = Shape(64, 224, 2, 16)
 # Where nobody has a GPU. Ranks share the cores, so a rank that waits costs nothing there; what a
 # delayed all-reduce saves is messages, so micro-batches are small beside the parameters. Emulated,
 # the rank has a core to itself and waits for the other replica; there compute has to count.
-ON_CPU = {"gloo": Shape(512, 1792, 8, 4), "emulated": Shape(256, 896, 8, 128)}
+ON_CPU = {"gloo": Shape(128, 448, 8, 8), "emulated": Shape(256, 896, 8, 128)}
 COMPARED = {
     "gloo": "real ranks that share this machine's cores, scaled down: what is gained is messages; "
     "of the document only the ratios can be compared",
