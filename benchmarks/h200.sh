@@ -47,8 +47,8 @@ run_part() {
         profile) shardwise bench profile --cases h200 --json "$out/profile-h200.json" "${commit[@]}" ;;
         ffn) shardwise bench ffn --json "$out/ffn-h200.json" "${commit[@]}" ;;
         hsdp) go_on hsdp-h200.json
-            shardwise bench hsdp --resume --json "$out/hsdp-h200.json" --plot "$out/hsdp-h200.svg" \
-                "${commit[@]}" ;;
+            shardwise bench hsdp --resume --measured-steps 5 --json "$out/hsdp-h200.json" \
+                --plot "$out/hsdp-h200.svg" "${commit[@]}" ;;
         overlap) shardwise bench overlap --json "$out/overlap-h200.json" \
             --plot "$out/overlap-h200.svg" "${commit[@]}" ;;
         compile) go_on compile-h200.json

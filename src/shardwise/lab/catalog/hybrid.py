@@ -44,7 +44,7 @@ sources:
 
 shardwise runs by Plan.of("hsdp", (2, 2), sync=...), torch by fully_shard and its setters. A step
 is forward and backward of all micro-batches in fp32, without an optimizer, as in the document.
-On an H200 about 5 minutes.
+On an H200 about 7 minutes, or 5 with --measured-steps 5.
 
 examples:
   shardwise bench hsdp --json hsdp.json --plot hsdp.svg
