@@ -49,6 +49,9 @@ run_part() {
         grouped) go_on grouped-step-h200.json
             shardwise bench grouped-step --frameworks torch --resume \
                 --json "$out/grouped-step-h200.json" "${commit[@]}" ;;
+        hsdp) go_on hsdp-h200.json
+            shardwise bench hsdp --resume --measured-steps 5 --json "$out/hsdp-h200.json" \
+                --plot "$out/hsdp-h200.svg" "${commit[@]}" ;;
         overlap) shardwise bench overlap --json "$out/overlap-h200.json" \
             --plot "$out/overlap-h200.svg" "${commit[@]}" ;;
         kernels) shardwise bench kernels --precision fp32,bf16 --json "$out/kernels-h200.json" \
@@ -68,7 +71,7 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin check emulate llama8b accuracy ffn attention profile overlap grouped kernels memory
+    step step-dropin check emulate llama8b accuracy ffn hsdp attention profile overlap grouped kernels memory
     ddp optimizer-sharding compile)
 failed=()
 for part in "${parts[@]}"; do

@@ -9,11 +9,11 @@ early in the next for free. The program is written for torch's API; `--engine` p
     torchrun --nproc-per-node 4 examples/ffn_stack.py --fsdp-only            # no replicas
     torchrun --nproc-per-node 4 examples/ffn_stack.py --delay-all-reduce --engine torch
 
-The switches mean what they mean in the benchmark that this is modelled on: without any, replicas
-all-reduce with every micro-batch. The sizes are small enough for a laptop. `--real` sets those of
-the figures that benchmark is known for: 8 layers of 4096 x 14336 in float32, 4096 tokens, 5 steps
-of warm-up and 10 measured. With torch, four GPUs of an 8 x H100 node were reported at 2146 ms per
-step delayed, 2699 hybrid and 2694 without replicas.
+The options are those of the benchmark that this is modelled on: without any, replicas all-reduce
+with every micro-batch. `shardwise bench hsdp` compares all modes in one run. The sizes are small
+enough for a laptop. `--real` sets those of the figures that benchmark is known for: 8 layers of
+4096 x 14336 in float32, 4096 tokens, 5 steps of warm-up and 10 measured. With torch, four GPUs of
+an 8 x H100 node were reported at 2146 ms per step delayed, 2699 hybrid and 2694 without replicas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-REAL = {"width": 4096, "inner": 14336, "layers": 8, "seq": 4096, "warmup": 5, "steps": 10}
+REAL = {
+    "hidden_dim": 4096,
+    "intermediate_dim": 14336,
+    "num_layers": 8,
+    "seqlen": 4096,
+    "warmup_steps": 5,
+    "measured_steps": 10,
+}
 
 
 def parse() -> argparse.Namespace:
@@ -40,16 +47,21 @@ def parse() -> argparse.Namespace:
     add("--mesh", metavar="RxS", help="replicas x shards (two replicas if the ranks are even)")
     add("--delay-all-reduce", action="store_true", help="replicas reduce with the last micro-batch")
     add("--fsdp-only", action="store_true", help="no replicas: all ranks are one shard group")
-    add("--accumulate", type=int, default=2, help="micro-batches per step (2)")
-    add("--ratio", type=int, default=2, help="rows of a large micro-batch; a small one has 1 (2)")
+    add("--accum-steps", type=int, default=2, help="micro-batches per step (2)")
+    add(
+        "--batch-size-ratio",
+        type=int,
+        default=2,
+        help="rows of a large micro-batch; a small one has 1 (2)",
+    )
     add("--sync-batch-sizes", action="store_true", help="replicas have large ones together")
     add("--real", action="store_true", help=f"the real sizes: {REAL}")
-    add("--width", type=int, default=64, help="hidden width (64)")
-    add("--inner", type=int, default=224, help="feed-forward width (224)")
-    add("--layers", type=int, default=8, help="layers, each one unit (8)")
-    add("--seq", type=int, default=128, help="tokens per row (128)")
-    add("--warmup", type=int, default=2, help="steps before the clock starts (2)")
-    add("--steps", type=int, default=5, help="measured steps (5)")
+    add("--hidden-dim", type=int, default=64, help="hidden width (64)")
+    add("--intermediate-dim", type=int, default=224, help="feed-forward width (224)")
+    add("--num-layers", type=int, default=8, help="layers, each one unit (8)")
+    add("--seqlen", type=int, default=128, help="tokens per row (128)")
+    add("--warmup-steps", type=int, default=2, help="steps before the clock starts (2)")
+    add("--measured-steps", type=int, default=5, help="measured steps (5)")
     args = parser.parse_args()
     if args.real:
         parser.set_defaults(**REAL)
@@ -74,7 +86,7 @@ class Gated(nn.Module):
 def rows_of(args: argparse.Namespace, micro_batch: int, replica: int) -> int:
     """Small and large micro-batches alternate, and neighbouring replicas are out of step."""
     turn = micro_batch if args.sync_batch_sizes else micro_batch + replica
-    return args.ratio if turn % 2 else 1
+    return args.batch_size_ratio if turn % 2 else 1
 
 
 def main() -> None:
@@ -107,7 +119,9 @@ def main() -> None:
         replica = mesh.get_local_rank("replicate")
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(Gated(args.width, args.inner) for _ in range(args.layers))).to(device)
+    model = nn.Sequential(
+        *(Gated(args.hidden_dim, args.intermediate_dim) for _ in range(args.num_layers))
+    ).to(device)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -115,22 +129,22 @@ def main() -> None:
     times: list[float] = []
     tokens = 0
     torch.manual_seed(rank)
-    for step in range(args.warmup + args.steps):
+    for step in range(args.warmup_steps + args.measured_steps):
         dist.barrier()
         if cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()
         model.zero_grad()
-        for i in range(args.accumulate):
+        for i in range(args.accum_steps):
             if args.delay_all_reduce and replicas > 1:
-                model.set_requires_all_reduce(i == args.accumulate - 1)
+                model.set_requires_all_reduce(i == args.accum_steps - 1)
             rows = rows_of(args, i, replica)
-            x = torch.randn(rows, args.seq, args.width, device=device)
-            (model(x).square().mean() / args.accumulate).backward()
-            tokens += rows * args.seq if step >= args.warmup else 0
+            x = torch.randn(rows, args.seqlen, args.hidden_dim, device=device)
+            (model(x).square().mean() / args.accum_steps).backward()
+            tokens += rows * args.seqlen if step >= args.warmup_steps else 0
         if cuda:
             torch.cuda.synchronize()
-        if step >= args.warmup:
+        if step >= args.warmup_steps:
             times.append(1e3 * (time.perf_counter() - began))
 
     summed = torch.tensor([sum(times), float(tokens)], device=device)

@@ -23,7 +23,7 @@ NEEDS = {
     "transformers_accelerate": ("transformers", "accelerate"),
     "ffn_stack": (),
 }
-SHORT = ("--warmup", "1", "--steps", "2")
+SHORT = ("--warmup-steps", "1", "--measured-steps", "2")
 RUNS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers_torchrun": {
         "ours": ("--save", "saved"),

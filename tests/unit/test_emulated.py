@@ -138,11 +138,11 @@ def test_a_mesh_s_groups_meet_their_own_network() -> None:
     cluster = Cluster.load("h100x8")
     plan = Plan.of("hsdp", (16, 8))
     with joined(77, 128), emulate(ClusterNetwork(cluster)) as emulation:
-        inputs = SUBJECT.draw_inputs(CPU)
+        inputs = SUBJECT.draw_rows(CPU)
         built = build("shardwise", SUBJECT, plan, CPU, inputs)
-        built.step()
+        built.steps[0]()
         with emulation.measure(CPU) as measured:
-            built.step()
+            built.steps[0]()
     kinds = {(message.collective, message.ranks) for message in measured.messages}
     assert kinds == {("all_gather", 8), ("reduce_scatter", 8), ("all_reduce", 16)}
     for message in measured.messages:
@@ -296,11 +296,11 @@ def _deliver() -> list[float]:
 def stepping(engine: str, plan: Plan) -> Iterator[tuple[object, object]]:
     """A second step of `engine`, counted; gives its emulation and model."""
     with joined(1, plan.world), emulate(Network()) as emulation:
-        built = build(engine, SUBJECT, plan, CPU, SUBJECT.draw_inputs(CPU))
-        built.step()
+        built = build(engine, SUBJECT, plan, CPU, SUBJECT.draw_rows(CPU))
+        built.steps[0]()
         emulation.calls.clear()
         emulation.sent.clear()
-        built.step()
+        built.steps[0]()
         for parameter in built.model.parameters():
             assert torch.isfinite(torch_private.local_of(parameter)).all()
         yield emulation, built.model

@@ -131,3 +131,49 @@ def test_what_profiling_costs_is_measured_in_turn(tmp_path: Path) -> None:
     assert row["traced_step_ms"] > 0 and row["around_ms"] > 0
     assert row["marks_per_step"] > 50 and 0 < row["share_of_step_off"] < 0.01
     assert "gloo2" in ran.stdout
+
+
+WITHOUT_OPTIMIZER = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)])
+criterion = nn.MSELoss()
+for _ in range(int(sys.argv[2])):
+    if sys.argv[1] == "infer":
+        with torch.no_grad():
+            model(torch.ones(4, 8))
+        continue
+    model.zero_grad()
+    for _ in range(2):
+        criterion(model(torch.ones(4, 8)), torch.ones(4, 8)).backward()
+"""
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [("infer", 1), ("backward", 2)])
+def test_a_program_without_an_optimizer_is_profiled_too(
+    kind: str, forwards: int, tmp_path: Path, capfd
+) -> None:
+    script, out = tmp_path / "program.py", tmp_path / "out"
+    script.write_text(WITHOUT_OPTIMIZER)
+    command = ["profile", "--out", str(out), "--steps", "2", "--skip", "2", "--", sys.executable]
+    assert main([*command, str(script), kind, "6"]) == 0
+    said = capfd.readouterr()
+    assert "Warning" not in said.err and "Traceback" not in said.err
+    timeline = Timeline.from_json((out / "timeline.json").read_text())
+    assert timeline.labels["steps"] == "2"
+    computed = [span for span in timeline.spans if span.unit == "0" and span.stream == COMPUTE]
+    phases = [span.phase for span in computed if span.role != "waiting"]
+    assert phases.count("forward") >= forwards
+    assert ("backward" in phases) == (kind == "backward")
+    assert not any(span.phase == "optimizer" for span in timeline.spans)
+
+
+def test_too_few_forwards_are_told(tmp_path: Path, capfd) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(WITHOUT_OPTIMIZER)
+    command = ["profile", "--out", str(tmp_path / "out"), "--", sys.executable, str(script)]
+    assert main([*command, "infer", "5"]) == 2
+    said = capfd.readouterr().err
+    assert "took 5 forwards" in said and "one that ends the last" in said

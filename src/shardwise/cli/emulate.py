@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import shlex
 import sys
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardwise.description.workload import MICRO_BATCHES_HELP, parse_micro_batches
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file, print_table
 
 if TYPE_CHECKING:
     import torch
 
+    from shardwise.emulation.engines import Subject
     from shardwise.emulation.networks import NetworkModel
     from shardwise.emulation.run import Job
     from shardwise.planning.plan import Plan
@@ -37,6 +40,11 @@ reading the table:
             On a GPU these are taken with the host a step ahead: a slow host is not in them
   peak      the most memory of the rank, in 1e9 bytes; reserved: what torch's allocator holds (GPU)
 
+--micro-batches: a step of several, as 2 (each of --batch sequences) or 1,2 (sequences of each). In
+1,2/2,1 replicas take turns with a large one: collectives across them then wait for the one that
+would come last. --sync says when gradients are reduced over them; under scatter_each_reduce_last
+replicas meet once in a step, and a late one costs nothing.
+
 --network: modelled (by the cluster's description), free, or bytes/s that every rank sends at.
 --check times the emulated collectives themselves against the model (GPU).
 
@@ -44,6 +52,8 @@ examples:
   shardwise emulate --world 128 --mesh 16x8 --cluster h100x8 --model llama8b --plan zero3
   shardwise emulate --mesh 8 --model bench --plan zero3 --engine both --network 100e9
   shardwise emulate --mesh 2x4 --model tiny --plan zero3 --batch 2 --seq 64 --network 1e9
+  shardwise emulate --mesh 2x2 --model tiny --plan zero3 --micro-batches 1,4/4,1 \\
+      --sync scatter_each_reduce_last
 """
 
 
@@ -76,6 +86,10 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--batch", default="1", metavar="N[,N]", help="sequences of this rank; default: 1"
+    )
+    parser.add_argument("--micro-batches", metavar="N|A,B[/C,D]", help=MICRO_BATCHES_HELP)
+    parser.add_argument(
+        "--sync", metavar="WHEN", help="each, scatter_each_reduce_last, last; default: each"
     )
     parser.add_argument("--seq", type=int, metavar="N", help="tokens; default: 2048, on a CPU 128")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed; default: 10")
@@ -142,7 +156,7 @@ def _check(arguments: argparse.Namespace, device: torch.device, world: int) -> N
 def _run(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> None:
     from shardwise.emulation import run as runner
     from shardwise.emulation.check import check
-    from shardwise.emulation.engines import ENGINES, Subject, check_torch
+    from shardwise.emulation.engines import ENGINES, check_torch
     from shardwise.profiling.results import write_json
     from shardwise.profiling.timing import describe_environment
 
@@ -150,7 +164,7 @@ def _run(arguments: argparse.Namespace, device: torch.device, plan: Plan) -> Non
     if "torch" in engines:
         check_torch(plan)
     length = arguments.seq or (2048 if device.type == "cuda" else 128)
-    subjects = [Subject(arguments.model, batch, length) for batch in _batches(arguments.batch)]
+    subjects = _subjects(arguments, length)
     networks = [(name, _network(name, arguments)) for name in arguments.network.split(",")]
     runner.check_memory(plan, subjects[0], device)
     environment = describe_environment(arguments.commit)
@@ -205,10 +219,13 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
                     f"--plan {path} is no file, and no strategy{nearest(str(path), NAMES)}"
                 )
             plan = Plan.from_json(path.read_text(encoding="utf-8"))
+            if arguments.sync is not None:
+                plan = dataclasses.replace(plan, sync=arguments.sync)
         elif mesh is None:
             raise UserError("--mesh or --world is needed, as in: --world 128 --mesh 16x8")
         else:
             settings: dict[str, Any] = {"compute_dtype": compute, "reduce_dtype": reduce}
+            settings["sync"] = arguments.sync or "each"
             name = arguments.plan
             parts = str(mesh).lower().split("x")
             if name.startswith("zero") and len(parts) == 2 and parts[0].strip() != "1":
@@ -222,6 +239,24 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
             f"{arguments.world}: give a --mesh whose product is {arguments.world}"
         )
     return plan
+
+
+def _subjects(arguments: argparse.Namespace, length: int) -> list[Subject]:
+    from shardwise.emulation.engines import Subject
+
+    batches, text = _batches(arguments.batch), arguments.micro_batches
+    if text is None:
+        return [Subject(arguments.model, batch, length) for batch in batches]
+    found = [
+        Subject(arguments.model, batch, length, parse_micro_batches(text, batch))
+        for batch in batches
+    ]
+    if not text.strip().isdigit() and arguments.batch != "1":
+        raise UserError(
+            f"--batch {arguments.batch} and --micro-batches {text} both give sequences: leave "
+            "--batch out, or give how many micro-batches there are"
+        )
+    return found
 
 
 def _batches(text: str) -> list[int]:
@@ -251,6 +286,8 @@ def _facts(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": job.subject.name,
         "batch": job.subject.batch,
+        "micro_batches": job.subject.rows,
+        "sync": job.plan.sync,
         "sequence": job.subject.length,
         "plan": job.plan.title,
         "mesh": list(job.plan.mesh),
@@ -323,7 +360,7 @@ def _print_figures(job: Job, rows: list[dict[str, Any]]) -> None:
         shown.append(["ratio", *(column.compare(*rows) for column in columns[1:])])
     plan, subject = job.plan, job.subject
     title = (
-        f"{subject.name}, {subject.batch} x {subject.length} tokens, {plan.title}, rank "
+        f"{subject.name}, {subject.tokens}, {plan.title}, rank "
         f"{job.rank} of {plan.replicate}x{plan.shard}; network emulated: {job.network_name}"
     )
     _print_shown(title, columns, shown, width=130)

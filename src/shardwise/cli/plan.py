@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from shardwise.checked import Bound, check_bounds
+from shardwise.description.workload import MICRO_BATCHES_HELP, Workload, parse_micro_batches
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file, open_console, print_table
 
@@ -39,6 +40,9 @@ is written is the first one's. Keys:
   nvlink=x0.5  infiniband=100e9               a link's bytes/s, or a multiple of it
   contention=0  memory_gb=141                 what communication takes of compute; the device
 
+--micro-batches fixes how a rank's sequences are split: 2, or sequences of each as 1,2; of replicas
+that have large ones in turn, 1,2/2,1. Those wait for each other, unless sync lets them meet once.
+
 --exercise NAME shows a worked example of planning on paper.
 
 examples:
@@ -46,6 +50,7 @@ examples:
   shardwise plan --model llama8b --world 64 --tokens 1048576 --what-if infiniband=x2
   shardwise plan --model llama8b --cluster h200x8 --tokens 65536 --budget-gb 60 --out plan.json
   shardwise plan --model tiny --cluster cpu-gloo --world 2 --tokens 2048 --sequence 128
+  shardwise plan --model llama8b --world 16 --sequence 4096 --micro-batches 1,4/4,1
 The output ends with the command that trains under the plan.
 """
 
@@ -75,6 +80,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: one node")
     parser.add_argument("--tokens", type=int, metavar="N", help="of one step, all ranks together")
     parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="default: 2048")
+    parser.add_argument(
+        "--micro-batches",
+        metavar="N|A,B[/C,D]",
+        help=f"{MICRO_BATCHES_HELP}, and then no --tokens; default: the best",
+    )
     parser.add_argument(
         "--compute-dtype",
         metavar="D",
@@ -115,7 +125,7 @@ class Question:
     model: str
     cluster: str
     world: Count | None
-    tokens: Count
+    tokens: Count | None
     sequence: Count
     compute_dtype: str | None
     reduce_dtype: str | None
@@ -124,6 +134,7 @@ class Question:
     contention: Annotated[float | None, Bound(_CONTENTION, lambda n: 0 <= n < 1)] = None
     links: tuple[tuple[str, str], ...] = ()
     strategies: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+    micro_batches: str | None = None
 
     def __post_init__(self) -> None:
         from shardwise.planning.plan import DTYPES
@@ -181,33 +192,64 @@ class Question:
             cluster = dataclasses.replace(cluster, communication_share_of_compute=self.contention)
         return cluster
 
-    def check(self) -> tuple[Any, int, int]:
-        """The cluster, the ranks and the sequences of one: wrong input is told before a search."""
+    def check(self) -> tuple[Any, int, Workload]:
+        """The cluster, the ranks and the work of one: wrong input is told before a search."""
         from shardwise.description.preset import load_preset
 
         load_preset(self.model)
         cluster = self.load_cluster()
         world = self.world or cluster.ranks_per_node or 1
+        return cluster, world, self._work_on(world)
+
+    def _work_on(self, world: int) -> Workload:
+        """Of a rank; its split into micro-batches is free unless they are given."""
+        text = self.micro_batches
+        if text is not None and not text.strip().isdigit():
+            sizes = parse_micro_batches(text)
+            if world % len(sizes):
+                raise UserError(
+                    f"--micro-batches {text} is for {len(sizes)} kinds of replicas, which do not "
+                    f"divide {world} ranks"
+                )
+            sequences = sum(map(sum, sizes)) * world // len(sizes)
+            if self.tokens not in (None, sequences * self.sequence):
+                raise UserError(
+                    f"--micro-batches {text} are {sequences * self.sequence} tokens a step on "
+                    f"{world} ranks, and --tokens is {self.tokens}: leave --tokens out"
+                )
+            return Workload.uneven(self.sequence, sizes)
+        if self.tokens is None:
+            raise UserError("--tokens is needed, as in: --model xl --tokens 131072")
+        per_rank = self._sequences_of_a_rank(self.tokens, world)
+        if text is None:
+            return Workload(self.sequence, per_rank)
+        batch, rest = divmod(per_rank, int(text))
+        if rest or not batch:
+            raise UserError(
+                f"--micro-batches {text} do not divide the {per_rank} sequences of a rank"
+            )
+        return Workload.uneven(self.sequence, parse_micro_batches(text, batch))
+
+    def _sequences_of_a_rank(self, tokens: int, world: int) -> int:
         least = world * self.sequence
-        per_rank, rest = divmod(self.tokens, least)
+        per_rank, rest = divmod(tokens, least)
         if rest or per_rank < 1:
             raise UserError(
-                f"{self.tokens} tokens a step do not divide into sequences of {self.sequence} on "
+                f"{tokens} tokens a step do not divide into sequences of {self.sequence} on "
                 f"{world} ranks: give --tokens as a multiple of {least}, such as "
-                f"{max(1, round(self.tokens / least)) * least}"
+                f"{max(1, round(tokens / least)) * least}"
             )
-        return cluster, world, per_rank
+        return per_rank
 
     def answer(self) -> Ranking:
-        from shardwise.description.workload import Workload
         from shardwise.predict.search import search
 
-        cluster, world, per_rank = self.check()
+        cluster, world, workload = self.check()
         try:
             return search(
                 self.model,
                 cluster,
-                Workload(self.sequence, per_rank),
+                workload,
                 self.budget_gb,
                 world=world,
                 compute_dtype=self.compute_dtype,
@@ -244,9 +286,8 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.exercise is not None:
         _show_exercise(arguments.exercise)
         return
-    for name in ("model", "tokens"):
-        if getattr(arguments, name) is None:
-            raise UserError(f"--{name} is needed, as in: --model xl --tokens 131072")
+    if arguments.model is None:
+        raise UserError("--model is needed, as in: --model xl --tokens 131072")
     if arguments.top < 1:
         raise UserError(f"--top {arguments.top}: expected at least 1 row")
     check_file("--out", arguments.out)
@@ -282,7 +323,7 @@ def _question(arguments: argparse.Namespace) -> Question:
             if name not in NAMES:
                 raise UserError(f"unknown strategy {name!r}{nearest(name, NAMES)}")
     asked = ("model", "cluster", "world", "tokens", "sequence", "compute_dtype", "reduce_dtype")
-    given = {name: getattr(arguments, name) for name in (*asked, "budget_gb")}
+    given = {name: getattr(arguments, name) for name in (*asked, "budget_gb", "micro_batches")}
     return Question(**given, strategies=strategies)
 
 
@@ -290,7 +331,7 @@ _WIDTH = 150  # of the table in a pipe
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "plan": lambda c: c.plan.title,
     "mesh": lambda c: "x".join(map(str, c.plan.mesh)),
-    "micro-batches": lambda c: f"{c.workload.micro_batches} x {c.workload.micro_batch}",
+    "micro-batches": lambda c: c.workload.split,
     "recompute": lambda c: "no" if c.workload.checkpoint == "none" else "yes",
     "settings": lambda c: c.show_settings(),
     "step ms": lambda c: f"{c.step_ms:.1f}",
@@ -323,10 +364,13 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
     settings = [
         f"model.size={question.model}",
         f"model.checkpoint={best.workload.checkpoint}",
-        f"data.batch={best.workload.micro_batch}",
         f"data.seq={best.workload.sequence}",
-        f"run.micro_batches={best.workload.micro_batches}",
     ]
+    if "x" not in best.workload.split:
+        settings.append(f"data.sizes={best.workload.split}")
+    else:
+        settings.append(f"data.batch={best.workload.micro_batch}")
+        settings.append(f"run.micro_batches={best.workload.micro_batches}")
     flags = " ".join(f"--set {setting}" for setting in settings)
     if load_preset(question.model).kind != "lm":
         print(

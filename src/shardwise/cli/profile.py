@@ -19,16 +19,21 @@ _EXAMPLES = """\
 examples:
   shardwise profile -- python train.py
   shardwise profile --out profile --steps 5 --skip 10 -- torchrun --nproc-per-node 8 train.py
+  shardwise profile -- python infer.py
   shardwise profile -- shardwise train --nproc 2 --steps 20
   shardwise report profile
 
 The program needs no change: it trains with shardwise, or with torch's fully_shard or
-DistributedDataParallel, and steps with a torch optimizer. Its steps are profiled after the first
-ones, which warm up. Tracing lengthens a step, so some are traced and the others timed: on a CPU the
-last is traced, on CUDA the first two. Ask for five or more where the step's time matters; one alone
-is a traced step, which is not to be compared with a timed one. timeline.json, memory.json,
-messages.json, kernels.json and trace.json (for ui.perfetto.dev) are written to DIR, and on CUDA a
-memory snapshot for pytorch.org/memory_viz.
+DistributedDataParallel, and steps with a torch optimizer. Without an optimizer (forward and
+backward alone, or inference) a step goes from one forward of the model to the next; where the
+program calls the model's zero_grad(), from the first forward after it to that of the next time, so
+that the micro-batches between belong to one. The last one is over when another begins.
+
+Steps are profiled after the first ones, which warm up. Tracing lengthens a step, so some are traced
+and the others timed: on a CPU the last is traced, on CUDA the first two. Ask for five or more where
+the step's time matters; one alone is a traced step, which is not to be compared with a timed one.
+timeline.json, memory.json, messages.json, kernels.json and trace.json (for ui.perfetto.dev) are
+written to DIR, and on CUDA a memory snapshot for pytorch.org/memory_viz.
 """
 
 
@@ -36,8 +41,8 @@ def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "profile",
-        help="run a training program and profile some of its steps",
-        description="Runs a training program and profiles some of its steps, on all its ranks.",
+        help="run a program that trains or infers, and profile some of its steps",
+        description="Runs a program of torch's and profiles some of its steps, on all its ranks.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,8 +93,9 @@ def profile_program(arguments: argparse.Namespace) -> None:
         needed = arguments.skip + arguments.steps
         raise UserError(
             f"the program {describe_end(code)} and nothing was profiled: at least {needed} "
-            "steps of a torch optimizer are needed (--skip and --steps), in a python program that "
-            "this command starts itself (python, torchrun) or that imports shardwise"
+            "steps of a torch optimizer are needed (--skip and --steps), or one more forward than "
+            "that of a model without one, in a python program that this command starts itself "
+            "(python, torchrun) or that imports shardwise"
         )
     print(f"wrote {out}; see it with: shardwise report {arguments.out}")
     if code < 0:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardwise.description.workload import MICRO_BATCHES_HELP
 from shardwise.errors import UserError
 from shardwise.run_files import FILES
 
@@ -15,6 +16,7 @@ _SHORTCUTS = {
     "data": ("data.path", "FILE", "text, or .bin/.npy token ids; default: the built-in grammar"),
     "nproc": ("run.nproc", "N", "ranks to start on this machine"),
     "steps": ("run.steps", "N", "optimizer steps"),
+    "micro-batches": ("run.micro_batches", "N|A,B[/C,D]", f"{MICRO_BATCHES_HELP}: data.sizes"),
     "out": ("run.out", "DIR", "where the run's files go"),
     "profile": ("run.profile", "N", "profile N steps, for the report's timelines"),
 }
@@ -24,6 +26,8 @@ examples:
   shardwise train                                        a tiny model on this machine, one rank
   shardwise train --plan zero3 --nproc 2 --out run       two ranks, everything sharded
   shardwise train --plan hsdp --nproc 4 --set plan.mesh=2x2
+  shardwise train --plan hsdp --nproc 4 --set plan.mesh=2x2 --micro-batches 1,2/2,1 \\
+      --set plan.sync=scatter_each_reduce_last       uneven replicas, which meet once in a step
   shardwise train config.toml --set optim.lr=1e-3 --set plan.compute_dtype=bfloat16
   shardwise train run/config.toml --out again            the same run once more
   torchrun --nproc-per-node 8 -m shardwise.cli train --plan zero3 --set model.size=medium
@@ -72,8 +76,10 @@ def train(arguments: argparse.Namespace) -> None:
 
     assignments = [tuple(text.partition("=")[::2]) for text in arguments.assignments]
     for flag, (key, _, _) in _SHORTCUTS.items():
-        if getattr(arguments, flag) is not None:
-            assignments.append((key, getattr(arguments, flag)))
+        value = getattr(arguments, flag.replace("-", "_"))
+        if value is not None:
+            listed = flag == "micro-batches" and not value.strip().isdigit()
+            assignments.append(("data.sizes" if listed else key, value))
     config = load_config(arguments.config, assignments)
     if config.run.profile:
         # torch warns of memory that is older than the profile, and announces every start of it.

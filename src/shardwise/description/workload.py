@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from shardwise.checked import check_bounds, whole
-from shardwise.errors import nearest
+from shardwise.errors import UserError, nearest
 
 # Optimizer state tensors for each parameter, in the master's dtype.
 STATE_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
@@ -14,6 +14,40 @@ Whole = Annotated[int, whole(1)]
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 CheckpointKind = Literal["none", "reentrant", "nonreentrant"]
 CHECKPOINTS: tuple[str, ...] = get_args(CheckpointKind)
+
+
+Sizes = tuple[tuple[int, ...], ...]
+MICRO_BATCHES_HELP = "how many; or sequences of each, as 1,2; of uneven replicas, as 1,2/2,1"
+
+
+def parse_micro_batches(text: str, batch: int = 1) -> Sizes:
+    """Sequences of every micro-batch, in a row for each kind of replica: from their number, each of
+    `batch` sequences (`2`), from the sizes (`1,2`), or from those of replicas in turn (`1,2/2,1`).
+    """
+    rows = [row.split(",") for row in text.split("/")]
+    digits = all(word.strip().isdigit() for row in rows for word in row)
+    if digits and len(rows) == len(rows[0]) == 1 and int(text) >= 1:
+        return ((batch,) * int(text),)
+    sizes = tuple(tuple(int(word) for word in row) for row in rows) if digits else ()
+    if not digits or len({len(row) for row in sizes}) != 1 or min(map(min, sizes)) < 1:
+        raise UserError(
+            f"micro-batches are {text!r}, expected how many (2), or the sequences of each (1,2), "
+            "or those of uneven replicas, as many for each (1,2/2,1); all at least 1"
+        )
+    return sizes
+
+
+def show_sizes(sizes: Sizes | None) -> str:
+    """As `parse_micro_batches` reads them."""
+    return "/".join(",".join(map(str, row)) for row in sizes or ())
+
+
+def row_of(rank: int, mesh: tuple[int, int], rows: int) -> int:
+    """Which of the rows of uneven sizes a rank of a mesh (replicate, shard) has: its replica's, in
+    turn. The ranks of a single shard group have those of the replicas that they would be in.
+    """
+    replicate, shard = mesh
+    return rank // shard % rows if replicate > 1 else rank * rows // shard
 
 
 @dataclass(frozen=True)
@@ -31,7 +65,7 @@ class Workload:
     optimizer: str = "adamw"
     autocast: str | None = None  # None: the parameters' dtype, or the Plan's compute_dtype
     checkpoint: str = "none"  # none, reentrant, nonreentrant: of every block
-    sizes: tuple[tuple[int, ...], ...] | None = None
+    sizes: Sizes | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self, "Workload.")
@@ -46,7 +80,7 @@ class Workload:
         if self.sizes is not None:
             self._check_sizes(self.sizes)
 
-    def _check_sizes(self, sizes: tuple[tuple[int, ...], ...]) -> None:
+    def _check_sizes(self, sizes: Sizes) -> None:
         widths = {len(row) for row in sizes}
         if len(widths) != 1 or 0 in widths:
             raise ValueError(f"Workload.sizes is {sizes!r}, expected rows of one length")
@@ -65,6 +99,17 @@ class Workload:
         """
         return cls(sequence, ratio, micro_batches, sizes=((1, ratio), (ratio, 1)))
 
+    @classmethod
+    def uneven(cls, sequence: int, sizes: Sizes, **more: Any) -> Workload:
+        """With the micro-batches of `sizes`, all of them once."""
+        return cls(sequence, max(map(max, sizes)), len(sizes[0]), sizes=sizes, **more)
+
+    @property
+    def split(self) -> str:
+        """The micro-batches of a rank in few signs: 2 x 4, or, where they are uneven, 1,4/4,1."""
+        alike = len({size for row in self.sizes or () for size in row}) <= 1
+        return f"{self.micro_batches} x {self.micro_batch}" if alike else show_sizes(self.sizes)
+
     def size_of(self, group: int, index: int) -> int:
         """Sequences of micro-batch `index` on the ranks of replica group `group`."""
         if self.sizes is None:
@@ -82,6 +127,16 @@ class Workload:
             for index in range(self.micro_batches)
         )
         return sequences * self.sequence * (ranks // groups)
+
+    def tokens_on(self, mesh: tuple[int, int]) -> int:
+        """Tokens of one step over all ranks of a mesh (replicate, shard)."""
+        world, rows = mesh[0] * mesh[1], len(self.sizes or ((),))
+        sequences = (
+            self.size_of(row_of(rank, mesh, rows), index)
+            for rank in range(world)
+            for index in range(self.micro_batches)
+        )
+        return sum(sequences) * self.sequence
 
     @property
     def state_tensors(self) -> int:

@@ -38,7 +38,8 @@ MOST_LINKS = 4  # different links of one emulation
 ISSUED = 1024  # transfers of a lane that may be issued and not over
 WORDS_BYTES = 20480  # what the GPU sees: four words of a lane, far apart from all others
 _APART = 32  # words, more than a cache line
-_FIELDS = 3 + MOST_LINKS  # of a transfer: fixed, moving, who answers, its share of each link
+# Of a transfer: fixed, moving, when its last rank joins, who answers, its share of each link.
+_FIELDS = 4 + MOST_LINKS
 _HEAD = 2  # numbers before them: `early` and `unseen`
 _BYTES = WORDS_BYTES + (_HEAD + LANES * ISSUED * _FIELDS) * 8
 _STATE, _LANES_IN_USE = 0, 1  # words of the head
@@ -50,8 +51,8 @@ _REST_S, _NAP_S = 0.2, 50e-6
 START_S = 30.0
 
 # What a lane's stream writes of a transfer: nothing but its beginning, also that it is done, also
-# that data was copied.
-SILENT, DONE, COPIED = 0, 1, 2
+# that data was copied. STEP is no transfer: a step begins, and ranks join from then on.
+SILENT, DONE, COPIED, STEP = 0, 1, 2, 3
 _LEARN = 0.3  # of an error, for the next time
 _SURPRISE_S = 10e-6  # the most of it that is believed
 _MOST_EARLY_S = 50e-6
@@ -98,9 +99,9 @@ class Page:
     def read_transfer(self, lane: int, number: int) -> tuple[Transfer, int]:
         """The transfer, and what its stream writes of it."""
         at = self._offset(lane, number)
-        fixed, moving, answers, *shares = self._numbers[at : at + _FIELDS].tolist()
+        fixed, moving, joins, answers, *shares = self._numbers[at : at + _FIELDS].tolist()
         uses = tuple((str(i), s) for i, s in enumerate(shares) if s)
-        return Transfer(fixed, moving, uses), int(answers)
+        return Transfer(fixed, moving, uses, joins), int(answers)
 
     def _offset(self, lane: int, number: int) -> int:
         return _HEAD + (lane * ISSUED + number % ISSUED) * _FIELDS
@@ -163,7 +164,7 @@ class Clock:
                     "a GPU knows no more"
                 )
             shares[self._links.index(name)] = share
-        return [transfer.fixed, transfer.moving, float(answers), *shares]
+        return [transfer.fixed, transfer.moving, transfer.joins, float(answers), *shares]
 
     def _wait_until_ready(self, command: list[str]) -> None:
         until = time.perf_counter() + START_S
@@ -206,9 +207,14 @@ class _Times:
         self._numbers: dict[int, tuple[int, int, float]] = {}  # with answers, and how early
         self.ends: dict[int, float] = {}
         self.awaited: dict[int, tuple[int, float]] = {}  # the numbers of those to be done, and when
+        self._step_began = 0.0
 
     def begin(self, now: float, lane: int, number: int) -> None:
         transfer, answers = self._page.read_transfer(lane, number)
+        if answers == STEP:
+            self._step_began, self._page.words[Page.over(lane)] = now, number
+            return
+        transfer = transfer.after(now - self._step_began)
         early = self._page.early if answers else 0.0
         if early:
             transfer = transfer.less(early)

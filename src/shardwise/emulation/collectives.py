@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,9 @@ from shardwise.emulation.exposure import DeviceRecorder, Exposure, HostRecorder,
 from shardwise.emulation.links import Flow, HostLinks
 from shardwise.emulation.networks import NO_TIME, Network, NetworkModel, Transfer
 from shardwise.engine import torch_private
+
+# When the last of the other ranks joins each collective of a group, in seconds of the step.
+Joins = Mapping[tuple[int, ...], Sequence[float]]
 
 __all__ = ["Emulation", "Network", "emulate"]
 
@@ -92,6 +96,17 @@ class Emulation:
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._transfers: dict[tuple[str, int, Any], Transfer] = {}
         self._recorder: HostRecorder | DeviceRecorder | None = None
+        self._joins: Joins = {}
+        self._joined: Counter[tuple[int, ...]] = Counter()  # collectives of this step, by group
+        self._step_began = 0.0  # by the host's clock
+
+    def begin_step(self, device: torch.device, joins: Joins) -> None:
+        """A step begins, in whose collectives other ranks are as late as `joins` says."""
+        self._joins = joins
+        self._joined.clear()
+        self._step_began = time.perf_counter()
+        if joins and device.type == "cuda":
+            self.links_of(device).begin_step()
 
     def all_gather(
         self,
@@ -173,11 +188,12 @@ class Emulation:
         self.calls[name] += 1
         self.sent[name] += nbytes
         group = group or dist.group.WORLD
-        transfer = self.transfer(name, nbytes, group)
+        ranks = self._ranks_of(group)
+        transfer = self._delayed(self.transfer(name, nbytes, group), ranks)
         message = None
         if self._recorder is not None:
             modelled = transfer.seconds if self.mode == "network" else 0.0
-            message = Message(name, len(self._ranks_of(group)), nbytes, modelled)
+            message = Message(name, len(ranks), nbytes, modelled, group=ranks)
         # Autograd does not record a collective; to say so takes longer than to ask.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             on_device = moves[0].target.is_cuda
@@ -209,10 +225,17 @@ class Emulation:
             move.run()
         work = EmulatedWork.start(self, torch.device("cpu"))
         taken = transfer if self.mode == "network" else NO_TIME
-        work.flow = self._host.add(time.perf_counter(), group, taken)
+        work.flow = self._host.add(time.perf_counter(), group, taken, self._step_began)
         if message is not None and isinstance(self._recorder, HostRecorder):
             self._recorder.add(message, work.flow)
         return work
+
+    def _delayed(self, transfer: Transfer, ranks: tuple[int, ...]) -> Transfer:
+        """With the moment at which the last of the group's other ranks joins it."""
+        late = self._joins.get(ranks, ())
+        at = self._joined[ranks]
+        self._joined[ranks] += 1
+        return replace(transfer, joins=late[at]) if at < len(late) else transfer
 
     def _ranks_of(self, group: Any) -> tuple[int, ...]:
         if group not in self._ranks:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.emulation.clock import COPIED, DONE, SILENT, WORDS_BYTES, Clock, Page
-from shardwise.emulation.networks import Transfer
+from shardwise.emulation.clock import COPIED, DONE, SILENT, STEP, WORDS_BYTES, Clock, Page
+from shardwise.emulation.networks import NO_TIME, Transfer
 from shardwise.engine import marks
 from shardwise.engine.torch_private import current_stream
 from shardwise.kernels.launches import Launch, Pointer
@@ -161,6 +161,10 @@ class DeviceLinks:
             # Who holds the buffers by then is unknown, so they may be read at most.
             self._occupy(lane, lane.fork(), moves, transfer, writes=False)
         arrived.record(lane.stream)
+
+    def begin_step(self) -> None:
+        """Here the current stream begins a step, from which the peers' arrivals count."""
+        self._begin(self.lane("step"), current_stream(self.device), NO_TIME, STEP)
 
     def delay(self, seconds: float) -> None:
         """Keep the current stream waiting for that long."""

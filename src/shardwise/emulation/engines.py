@@ -9,24 +9,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.description.language_model import LM, OPTIMIZER, compute_loss, draw_tokens
 from shardwise.description.preset import BENCH as BENCH_SIZE
 from shardwise.description.preset import Preset, load_preset
-from shardwise.description.workload import Workload
+from shardwise.description.workload import Sizes, Workload, show_sizes
 from shardwise.engine.api import local, shard
-from shardwise.engine.engine import engine_of
+from shardwise.engine.engine import engine_of, microbatches
 from shardwise.engine.state import materialize
 from shardwise.engine.torch_private import local_of
 from shardwise.errors import UserError
@@ -40,15 +40,29 @@ AXES = ("replicate", "shard")  # of a mesh with replicas, for torch
 TORCH_PLANS = ("ddp", "zero2", "zero3")  # what torch's engines do of the strategies
 
 Inputs = tuple[torch.Tensor, ...]
+Rows = tuple[tuple[Inputs, ...], ...]  # the micro-batches of every kind of rank
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model by name and the size of one rank's batch."""
+    """A model by name and one rank's micro-batches: `sizes` has the sequences of each, in a row
+    for every kind of rank (`Workload.sizes`); without it, `batch` is the only one.
+    """
 
     name: str
     batch: int
     length: int
+    sizes: Sizes = ()
+
+    @property
+    def rows(self) -> Sizes:
+        return self.sizes or ((self.batch,),)
+
+    @property
+    def tokens(self) -> str:
+        """In words: what each micro-batch has."""
+        return f"{show_sizes(self.rows)} x {self.length} tokens"
 
     @property
     def preset(self) -> Preset | None:
@@ -77,22 +91,60 @@ class Subject:
             return compute_loss(model, *inputs)
         if preset.kind == "ffn":
             return model(*inputs).float().square().mean()
-        return model(*inputs) / (self.batch * self.length)
+        return model(*inputs) / inputs[0].numel()
+
+    def draw_rows(self, device: torch.device) -> Rows:
+        """The inputs of every micro-batch of every row; those of one size are the same."""
+        drawn = {
+            size: replace(self, batch=size).draw_inputs(device)
+            for size in {size for row in self.rows for size in row}
+        }
+        return tuple(tuple(drawn[size] for size in row) for row in self.rows)
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model under an engine, and one whole training step of it."""
+    """A model under an engine, and one whole training step of it, by every row of sizes."""
 
     model: nn.Module
-    step: Step
+    steps: tuple[Step, ...]
     settings: dict[str, Any]
 
 
-def build(engine: str, subject: Subject, plan: Plan, device: torch.device, inputs: Inputs) -> Built:
+def wrap(
+    engine: str, model: nn.Module, plan: Plan, device: torch.device
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of the meta device under `engine` as `plan` says, filled, and how it was wrapped."""
+    return (_wrap_ours if engine == "shardwise" else _wrap_torch)(model, plan, device)
+
+
+def each_micro_batch(
+    engine: str, model: nn.Module, plan: Plan, batches: Sequence[Item]
+) -> Iterator[Item]:
+    """The micro-batches of a step. torch is told of the last one by its setters, where the Plan
+    lets something wait for it.
+    """
+    if len(batches) == 1:
+        yield batches[0]
+    elif engine == "shardwise":
+        yield from microbatches(model, batches)
+    else:
+        for i, batch in enumerate(batches):
+            last = i == len(batches) - 1
+            if isinstance(model, FSDPModule) and plan.sync != "each":
+                if plan.sync == "last":
+                    model.set_requires_gradient_sync(last)
+                model.set_requires_all_reduce(last)
+                model.set_is_last_backward(last)
+            elif isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = last or plan.sync == "each"
+            yield batch
+
+
+def build(engine: str, subject: Subject, plan: Plan, device: torch.device, rows: Rows) -> Built:
     """`subject` under `engine` as `plan` says; the process group is there already."""
     ours = engine == "shardwise"
-    model, settings = (_wrap_ours if ours else _wrap_torch)(subject.build(), plan, device)
+    model, settings = wrap(engine, subject.build(), plan, device)
     optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     if ours:
         optimizer = local(optimizer)
@@ -100,17 +152,18 @@ def build(engine: str, subject: Subject, plan: Plan, device: torch.device, input
     if isinstance(model, DistributedDataParallel) and plan.compute_dtype:
         cast = functools.partial(torch.autocast, device.type, dtype=DTYPES[plan.compute_dtype])
 
-    def loss() -> torch.Tensor:
-        with cast():
-            mean = subject.loss(model, inputs)
-        return mean / plan.world if ours else mean  # shardwise sums over ranks, torch averages
-
-    def step() -> None:
+    def step(row: Sequence[Inputs]) -> None:
+        # shardwise sums over ranks, torch averages; both sum over micro-batches.
+        divisor = len(row) * (plan.world if ours else 1)
         optimizer.zero_grad()
-        loss().backward()
+        for inputs in each_micro_batch(engine, model, plan, row):
+            with cast():
+                mean = subject.loss(model, inputs)
+            (mean / divisor if divisor > 1 else mean).backward()
         optimizer.step()
 
-    return Built(model, step, settings | {"optimizer": "local(AdamW)" if ours else "AdamW"})
+    steps = tuple(functools.partial(step, row) for row in rows)
+    return Built(model, steps, settings | {"optimizer": "local(AdamW)" if ours else "AdamW"})
 
 
 def check_torch(plan: Plan) -> None:

@@ -41,6 +41,7 @@ class Message:
     start: float = 0.0
     end: float = 0.0
     exposed_s: float = 0.0
+    group: tuple[int, ...] = ()  # which ranks they are
 
     @property
     def seconds(self) -> float:

@@ -28,6 +28,7 @@ class Flow:
     fixed: float
     moving: float
     uses: LinkShares
+    joins: float = 0.0  # by the clock: when the last of its ranks is there
     started: float | None = None
     ended: float | None = None
 
@@ -43,8 +44,9 @@ class HostLinks:
         self._now = 0.0
         self._queues: dict[Hashable, deque[Flow]] = {}
 
-    def add(self, now: float, group: Hashable, transfer: Transfer) -> Flow:
-        flow = Flow(transfer.fixed, transfer.moving, transfer.uses)
+    def add(self, now: float, group: Hashable, transfer: Transfer, step_began: float = 0.0) -> Flow:
+        joins = step_began + transfer.joins if transfer.joins else 0.0
+        flow = Flow(transfer.fixed, transfer.moving, transfer.uses, joins)
         self._advance(now)
         self._queues.setdefault(group, deque()).append(flow)
         self._drop_ended()
@@ -104,7 +106,9 @@ class HostLinks:
         for queue in self._queues.values():
             while queue:
                 head = queue[0]
-                head.started = self._now if head.started is None else head.started
+                if head.started is None:
+                    head.started = self._now
+                    head.fixed += max(0.0, head.joins - self._now)
                 if not (head.moves and head.moving <= _INSTANT):
                     break
                 queue.popleft().ended = self._now

@@ -27,6 +27,7 @@ class Transfer:
     fixed: float
     moving: float
     uses: LinkShares = ()
+    joins: float = 0.0  # seconds after the step's begin at which the last peer is there
 
     @property
     def seconds(self) -> float:
@@ -38,6 +39,10 @@ class Transfer:
         fixed = self.fixed - seconds
         moving = max(0.0, self.moving + min(0.0, fixed))
         return replace(self, fixed=max(0.0, fixed), moving=moving)
+
+    def after(self, since_step: float) -> Transfer:
+        """From this moment of the step on: the wait for the last peer is part of the fixed time."""
+        return replace(self, fixed=self.fixed + max(0.0, self.joins - since_step), joins=0.0)
 
 
 NO_TIME = Transfer(0.0, 0.0)

@@ -22,9 +22,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.description.tracing import torch_private
+from shardwise.description.workload import row_of
 from shardwise.emulation.collectives import Emulation, emulate
 from shardwise.emulation.device import Mode
-from shardwise.emulation.engines import Inputs, Subject, build
+from shardwise.emulation.engines import Rows, Subject, build
 from shardwise.emulation.exposure import Exposure, Message
 from shardwise.emulation.networks import NetworkModel
+from shardwise.emulation.peers import Peers
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -63,6 +66,11 @@ class Job:
     network_name: str
     steps: int
     occupancy: int = 0
+
+    @property
+    def role(self) -> int:
+        """Which row of its subject's micro-batches the rank has."""
+        return row_of(self.rank, self.plan.mesh, len(self.subject.rows))
 
 
 def join_fake_group(rank: int, world: int) -> None:
@@ -168,7 +176,7 @@ class Taken:
 
 def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Row]:
     """A row for each engine; two take turns, BLOCKS times each. The process group is open."""
-    inputs = job.subject.draw_inputs(job.device)
+    inputs = job.subject.draw_rows(job.device)
     blocks = BLOCKS if len(engines) > 1 else 1
     rounds = max(2, -(-job.steps // blocks))
     taken = {engine: Taken() for engine in engines}
@@ -179,39 +187,41 @@ def run(job: Job, engines: tuple[str, ...], say: Say) -> list[Row]:
                 try:
                     _run_block(job, engine, inputs, emulation, rounds, taken[engine])
                 except torch.OutOfMemoryError as error:
-                    smaller = "--batch or --seq" if job.subject.batch > 1 else "--seq"
+                    largest = max(map(max, job.subject.rows))
+                    smaller = "--batch or --seq" if largest > 1 else "--seq"
                     ways = [f"use a smaller {smaller}", *ways_to_keep_less(job.plan)]
                     raise UserError(
-                        f"{engine} ran out of memory on {job.device} with {job.subject.batch} x "
-                        f"{job.subject.length} tokens: {', or '.join(ways)} "
+                        f"{engine} ran out of memory on {job.device} with {job.subject.tokens}: "
+                        f"{', or '.join(ways)} "
                         f"({str(error).splitlines()[0]})"
                     ) from error
     return [_sum_up(engine, taken[engine]) for engine in engines]
 
 
 def _run_block(
-    job: Job, engine: str, inputs: Inputs, emulation: Emulation, rounds: int, taken: Taken
+    job: Job, engine: str, inputs: Rows, emulation: Emulation, rounds: int, taken: Taken
 ) -> None:
     """Build the engine and add what its steps take, in each mode in turn."""
     cuda = job.device.type == "cuda"
     left, held = (footprint.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
     built = build(engine, job.subject, job.plan, job.device, inputs)
-    time_step(built.step, emulation, job.device, rounds, taken)
+    step = _beside_peers(job, built.steps, emulation)
+    time_step(step, emulation, job.device, rounds, taken)
     emulation.calls.clear()
     emulation.sent.clear()
     if cuda:
-        allocated, reserved = footprint.peaks_on_cuda(built.step)
+        allocated, reserved = footprint.peaks_on_cuda(step)
         taken.peaks.append((allocated - left, reserved - held))
     else:
-        built.step()
+        step()
     taken.calls, taken.sent = dict(emulation.calls), dict(emulation.sent)
     taken.settings = built.settings
     if not taken.calls and job.plan.world > 1:
         raise RuntimeError(f"no collective of {engine} went over the emulated network")
-    del built
+    del built, step
     if not cuda:
         peak = footprint.peak_on_cpu(
-            lambda: build(engine, job.subject, job.plan, job.device, inputs).step
+            lambda: build(engine, job.subject, job.plan, job.device, inputs).steps[job.role]
         )
         taken.peaks.append((peak, 0))
 
@@ -234,21 +244,33 @@ def time_step(
             taken.exposures[mode].append(exposure)
 
 
+def _beside_peers(job: Job, steps: Sequence[Step], emulation: Emulation) -> Step:
+    """The rank's own step, in which others with other micro-batches come when they would."""
+    if len(steps) == 1:
+        return steps[0]
+    for step in steps:
+        step()  # kernels are built and memory is taken before anything is timed
+    peers = Peers(emulation, job.device, job.plan, steps)
+    peers.settle(rounds=len(job.subject.rows[0]) + 1)
+    return partial(peers.run, job.role)
+
+
 def profile(job: Job, engine: str, directory: Path, cluster: str, steps: int = 3) -> None:
     """Write the profile of a few steps of one engine. The process group is open."""
     from shardwise.profiling.collect import profile as start_profile
 
     if job.device.type == "cuda":
         footprint.free_device()  # what an engine before it left would be memory of this one
-    inputs = job.subject.draw_inputs(job.device)
+    inputs = job.subject.draw_rows(job.device)
     title = f"{engine}, {job.plan.title}, network emulated: {job.network_name}"
-    with emulate(job.network, job.occupancy):
+    with emulate(job.network, job.occupancy) as emulation:
         built = build(engine, job.subject, job.plan, job.device, inputs)
+        step = _beside_peers(job, built.steps, emulation)
         for _ in range(WARMUP):
-            built.step()
+            step()
         with start_profile(built.model, steps, title=title) as measured:
             for _ in range(steps):
-                built.step()
+                step()
     measured.write(directory, cluster)
 
 

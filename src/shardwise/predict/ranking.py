@@ -19,7 +19,7 @@ WORTH = 0.003  # a setting that saves less than this share of the step is left a
 
 
 def title_of(plan: Plan, workload: Workload) -> str:
-    work = f"{workload.micro_batches} x {workload.micro_batch} sequences"
+    work = f"{workload.split} sequences"
     again = ", recomputing" if workload.checkpoint != "none" else ""
     return f"{plan.title} on {plan.replicate}x{plan.shard}, {work}{again}"
 
@@ -45,7 +45,7 @@ class Candidate:
             timeline.peak().total,
             limit,
             timeline.breakdown(),
-            workload.tokens_per_step(plan.world, plan.replicate) / (timeline.step_ms / 1e3),
+            workload.tokens_on(plan.mesh) / (timeline.step_ms / 1e3),
         )
 
     @property

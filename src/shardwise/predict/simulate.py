@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription
-from shardwise.description.workload import Workload
+from shardwise.description.workload import Workload, row_of
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.events import Rank, run
@@ -56,10 +56,7 @@ def simulate(
     held = base_bytes + some.input_bytes + some.buffer_bytes
 
     def sizes_of(rank: int) -> tuple[int, ...]:
-        group = rank // plan.shard if plan.replicate > 1 else rank
-        if plan.replicate == 1 and workload.sizes is not None:
-            # One shard group: its ranks still have the uneven work of the groups they would be in.
-            group = rank * len(workload.sizes) // plan.world
+        group = row_of(rank, plan.mesh, len(workload.sizes or ((),)))
         sizes = (workload.size_of(group, i) for i in range(workload.micro_batches))
         return tuple(size for size in sizes if size)
 

@@ -19,7 +19,7 @@ from shardwise.checked import (
     write_value,
 )
 from shardwise.description.preset import SIZES, Size, size_named
-from shardwise.description.workload import CheckpointKind
+from shardwise.description.workload import CheckpointKind, Workload, parse_micro_batches
 from shardwise.errors import UserError, nearest
 
 ZeroOrMore = Annotated[int, at_least(0)]
@@ -65,6 +65,7 @@ class DataConfig:
     path: str = key("", "text, .npy or .bin token file; empty: the built-in grammar")
     token_dtype: Literal["uint16", "uint32"] = key("uint16", "type of the ids of a .bin file")
     batch: OneOrMore = key(8, "sequences per rank and micro-batch")
+    sizes: str = key("", "instead: of each micro-batch, as 1,2; of uneven replicas, as 1,2/2,1")
     seq: OneOrMore = key(128, "tokens per sequence")
     seed: ZeroOrMore = key(0, "of the grammar and of the order of the data")
 
@@ -141,6 +142,35 @@ class TrainConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        """Sizes of micro-batches say how many there are, and the largest is the batch."""
+        if not self.data.sizes:
+            return
+        if self.data.sizes.isdigit():
+            raise UserError(
+                f"data.sizes is {self.data.sizes}, expected the sequences of each micro-batch, as "
+                "1,2 or 1,2/2,1; how many there are is run.micro_batches"
+            )
+        sizes = parse_micro_batches(self.data.sizes)
+        count = len(sizes[0])
+        if self.run.micro_batches not in (1, count):
+            raise UserError(
+                f"run.micro_batches is {self.run.micro_batches} and data.sizes has {count} "
+                f"({self.data.sizes}): leave run.micro_batches out"
+            )
+        data = dataclasses.replace(self.data, batch=max(map(max, sizes)))
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "run", dataclasses.replace(self.run, micro_batches=count))
+
+    @property
+    def workload(self) -> Workload:
+        """One step of one rank."""
+        sizes = parse_micro_batches(self.data.sizes) if self.data.sizes else None
+        return Workload(
+            self.data.seq, self.data.batch, self.run.micro_batches,
+            checkpoint=self.model.checkpoint, sizes=sizes,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.description.language_model import LM
+from shardwise.description.workload import row_of
 from shardwise.errors import UserError
 from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
 from shardwise.trainer.data import Corpus, open_corpus
@@ -39,7 +40,8 @@ def train(config_toml: str) -> None:
     if member.rank == 0:
         write_facts(config, plan, corpus, member)
     sharded = sw.shard(model, plan)
-    _run_steps(config, sharded, corpus, member, StepProfiler(config, sharded, plan, member))
+    profiler = StepProfiler(config, sharded, plan, member)
+    _run_steps(config, sharded, plan.mesh, corpus, member, profiler)
     dist.destroy_process_group()
 
 
@@ -88,10 +90,15 @@ def lr_at(step: int, steps: int, optim: OptimConfig) -> float:
 
 
 def _run_steps(
-    config: TrainConfig, model: nn.Module, corpus: Corpus, member: Member, profiler: StepProfiler
+    config: TrainConfig,
+    model: nn.Module,
+    mesh: tuple[int, int],
+    corpus: Corpus,
+    member: Member,
+    profiler: StepProfiler,
 ) -> None:
     """Train all steps; every `log_every` of them, and the last, give a row of metrics."""
-    run, optim, data = config.run, config.optim, config.data
+    run, optim, workload = config.run, config.optim, config.workload
     optimizer = sw.local(
         torch.optim.AdamW(
             model.parameters(),
@@ -101,7 +108,9 @@ def _run_steps(
             weight_decay=optim.weight_decay,
         )
     )
-    step_tokens = member.world * run.micro_batches * data.batch * data.seq
+    step_tokens = workload.tokens_on(mesh)
+    row = row_of(member.rank, mesh, len(workload.sizes or ((),)))
+    sizes = [workload.size_of(row, micro) for micro in range(run.micro_batches)]
     logged, skipped, start, waited = 0, 0, time.perf_counter(), sw.exposed_seconds(model)
     with open_log(Path(run.out), run.steps, member.rank) as log:
         for step in range(1, run.steps + 1):
@@ -109,7 +118,7 @@ def _run_steps(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             start += profiler.before(step)
-            batches = _draw_batches(config, corpus, step, member)
+            batches = _draw_batches(config, sizes, corpus, step, member)
             loss_sum, norm, took = _take_step(model, optimizer, batches, step_tokens, optim)
             skipped += not took
             start += profiler.after(step)
@@ -119,7 +128,7 @@ def _run_steps(
             loss = loss_sum.item() / step_tokens  # on cuda this also waits for the step to end
             now, waited_now = time.perf_counter(), sw.exposed_seconds(model)
             elapsed = now - start
-            row = StepMetrics(
+            metrics = StepMetrics(
                 step=step,
                 loss=loss,
                 grad_norm=norm.item(),
@@ -131,10 +140,10 @@ def _run_steps(
                 memory_bytes=memory_in_use(member.device),
                 exposed_share=_share(waited, waited_now, elapsed),
             )
-            log(row)
-            if took and not (math.isfinite(loss) and math.isfinite(row.grad_norm)):
+            log(metrics)
+            if took and not (math.isfinite(loss) and math.isfinite(metrics.grad_norm)):
                 raise UserError(
-                    f"the loss is {loss} and the gradient norm {row.grad_norm} at step {step}: "
+                    f"the loss is {loss} and the gradient norm {metrics.grad_norm} at step {step}: "
                     "training has diverged; lower optim.lr, raise optim.warmup, compute in a wider "
                     "dtype, or leave such steps out with optim.nonfinite = 'skip'"
                 )
@@ -167,12 +176,14 @@ def _take_step(
     return loss_sum, norm, takes
 
 
-def _draw_batches(config: TrainConfig, corpus: Corpus, step: int, member: Member) -> list[Batch]:
+def _draw_batches(
+    config: TrainConfig, sizes: list[int], corpus: Corpus, step: int, member: Member
+) -> list[Batch]:
     """Give tokens and targets of every micro-batch, on this rank's device."""
     data, batches = config.data, []
-    for micro in range(config.run.micro_batches):
+    for micro, size in enumerate(sizes):
         drawn = corpus.batch(
-            seed=data.seed, step=step, micro=micro, rank=member.rank, batch=data.batch, seq=data.seq
+            seed=data.seed, step=step, micro=micro, rank=member.rank, batch=size, seq=data.seq
         )
         tokens_BT, targets_BT = (torch.from_numpy(part).to(member.device) for part in drawn)
         batches.append((tokens_BT, targets_BT))

@@ -12,7 +12,6 @@ from torch import nn
 import shardwise as sw
 from shardwise.description.cluster import Cluster
 from shardwise.description.language_model import LM
-from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.collect import NothingProfiled
@@ -84,12 +83,9 @@ class StepProfiler:
 
 def predict(config: TrainConfig, plan: sw.Plan, cluster_name: str, device: str) -> Timeline:
     """The step that the configuration asks for, simulated on a packaged cluster."""
-    data = config.data
     with torch.device("meta"):
-        model = LM(config.model.resolve(), data.seq)
-    workload = Workload(
-        data.seq, data.batch, config.run.micro_batches, checkpoint=config.model.checkpoint
-    )
+        model = LM(config.model.resolve(), config.data.seq)
+    workload = config.workload
     cluster = Cluster.load(cluster_name)
     described = sw.describe(model, workload, plan, device=device)
     timeline = sw.simulate(plan, described, cluster, workload, options=StepOptions(clip=True))

@@ -13,83 +13,40 @@ from typing import Any
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
-from shardwise.description.model import ModelDescription
 from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
 from shardwise.graph.cost import simulate_graphs
 from shardwise.graph.passes.run import PassOptions, run_passes
 from shardwise.graph.presets import TracedStep, plan_by_modules, trace_preset
 from shardwise.lab.accuracy.page import tell_prediction
-from shardwise.lab.exercises.ffn import SEQUENCE
+from shardwise.lab.hybrid.case import DOCUMENT
+from shardwise.lab.hybrid.predicted import MICRO_BATCH_S, predict
 from shardwise.predict.cost import Costs
-from shardwise.predict.describe import describe_preset
-from shardwise.predict.step import StepOptions
 from shardwise.profiling.results import Row
 from shardwise.timeline import Timeline
 
-# Seed 000: one H200 alone, a micro-batch of 1 and of 2 sequences (`shardwise bench ffn`).
-MICRO_BATCH_S = {1: 0.6601, 2: 1.3175}  # benchmarks/results/ffn-h200.json
 FFN_NOTE = (
     "Seed 000: what goes in is one GPU's time of a micro-batch of 1 and of 2 sequences, "
     f"{MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 (`shardwise "
     "bench ffn`, `ffn-h200.json`); the document's steps ran on H100s. Other days gave 659.6 to 665 "
     "and 1,317 to 1,323 ms, so the claim is 1 to 2 %, not these rows' tenths."
 )
-FFN_REPORTED_MS = {"hsdp, delayed": 2145.8, "hsdp": 2698.9, "fsdp": 2693.5}
+FFN_MODES = {"hsdp, delayed": "delayed", "hsdp": "hsdp", "fsdp": "fsdp"}
 
 
 def seed_000(accumulate: int = 2, ratio: int = 2, engine: str = "fsdp2") -> dict[str, Timeline]:
     """HSDP with the all-reduce delayed, HSDP, and FSDP over all four ranks, with uneven work."""
-    plans = {
-        "hsdp, delayed": sw.Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last"),
-        "hsdp": sw.Plan.of("hsdp", (2, 2)),
-        "fsdp": sw.Plan.of("zero3", 4),
-    }
-    cluster = Cluster.load("h100x8")
-    workload = Workload.alternating(SEQUENCE, ratio, accumulate)
-    return {mode: _run_ffn(plan, cluster, workload, ratio, engine) for mode, plan in plans.items()}
+    return {name: predict(mode, accumulate, ratio, engine) for name, mode in FFN_MODES.items()}
 
 
 def delayed_000() -> list[str]:
     """The delayed mode by each engine, and by how many reduces may be under way in ours."""
-    cluster, workload = Cluster.load("h100x8"), Workload.alternating(SEQUENCE, 2, 2)
     told = []
     for engine, depth in (("fsdp2", 1), ("shardwise", 1), ("shardwise", 4)):
-        plan = sw.Plan.of("hsdp", (2, 2), sync="scatter_each_reduce_last", reduce_depth=depth)
-        timeline = _run_ffn(plan, cluster, workload, 2, engine)
+        timeline = predict("delayed", engine=engine, reduce_depth=depth)
         name = f"{engine}, reduce_depth={depth}" if engine == "shardwise" else engine
         told.append(f"{name}: {timeline.breakdown()}")
     return told
-
-
-def _run_ffn(
-    plan: sw.Plan, cluster: Cluster, workload: Workload, ratio: int, engine: str
-) -> Timeline:
-    described: dict[int, ModelDescription] = {}
-    base = Costs.of(cluster)
-    measured = []
-    for size in sorted({1, ratio}):
-        one = describe_preset("ffn8", workload, plan, sequences=size)
-        described[size] = one
-        passes = [p for _, s in one.segments for p in (s.forward, s.backward)]
-        scale = micro_batch_seconds(size) / sum(base.compute(p) for p in passes)
-        measured += [(p, base.compute(p) * scale) for p in passes]
-    costs = Costs.of(cluster)
-    costs.set_passes(measured)
-    resolved = plan.resolve(load_preset("ffn8").build(workload.sequence))
-    assert len(described[1].units) == len(resolved.require_units())
-    options = StepOptions(optimizer=False)
-    return sw.simulate(
-        resolved, described, cluster, workload, costs=costs, engine=engine, options=options
-    )
-
-
-def micro_batch_seconds(size: int) -> float:
-    """Measured for 1 and 2 sequences, on their line for others."""
-    if size in MICRO_BATCH_S:
-        return MICRO_BATCH_S[size]
-    slope = MICRO_BATCH_S[2] - MICRO_BATCH_S[1]
-    return MICRO_BATCH_S[2] + (size - 2) * slope
 
 
 def rows_000() -> Iterator[Row]:
@@ -98,7 +55,7 @@ def rows_000() -> Iterator[Row]:
             "seed": "000",
             "mode": mode,
             **tell_prediction(timeline),
-            "reported_ms": FFN_REPORTED_MS[mode],
+            "reported_ms": DOCUMENT[FFN_MODES[mode]]["mean_ms"],
             "note": FFN_NOTE,
         }
 

@@ -1,7 +1,7 @@
-"""`shardwise bench ffn`: what one GPU takes for a micro-batch of seed 000's feed-forward stack.
+"""`shardwise bench ffn`: what one GPU takes for a micro-batch of the gist's feed-forward stack.
 
-These times are all that the prediction of seed 000's steps takes from a measurement
-(`lab/accuracy/seeds.py`). Micro-batches of 1 and 2 sequences take turns, so that both meet
+These times are all that the prediction of the gist's steps takes from a measurement
+(`predicted.py`). Micro-batches of 1 and 2 sequences take turns, so that both meet
 the clock that the device settles at.
 """
 

@@ -1,0 +1,1 @@
+"""Hybrid sharding with a delayed all-reduce, measured, emulated and predicted."""
