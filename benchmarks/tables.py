@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import exercise_tables
+import results_page
 import step_tables
 from page_tables import make_table
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end -->\n"
 
 
 def load(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return json.loads((RESULTS / name).read_text())
 
 
 def note(*names: str) -> str:
@@ -186,6 +188,11 @@ def main() -> int:
             stale.append(name)
             if "--check" not in sys.argv:
                 picture.write_text(fresh)
+    page, fresh = ROOT / "docs" / "results.md", results_page.make_page(RESULTS, _place)
+    if not page.exists() or page.read_text() != fresh:
+        stale.append("docs/results.md")
+        if "--check" not in sys.argv:
+            page.write_text(fresh)
     if "--check" in sys.argv and stale:
         print(f"tables differ from benchmarks/results: {stale}; run python benchmarks/tables.py")
         return 1

@@ -12,7 +12,7 @@ from shardwise.cli import main
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.lab.grouped import torch_steps
 from shardwise.lab.grouped.cases import CANDIDATES, DOCUMENT, DOCUMENT_RUN, SIZES, GroupedCase
-from shardwise.lab.grouped.run import draw, print_rows
+from shardwise.lab.grouped.run import draw, show
 from shardwise.lab.processes import ask_ranks
 
 ENVIRONMENT = {"gpu": None, "cpu": "a CPU", "cores": 2, "commit": "abc", "torch": "2.13"}
@@ -95,7 +95,7 @@ def make_row(size: str, mib: int, precision: str) -> dict:
 def test_tables_of_all_sizes_fit_80_columns(capsys):
     rows = [make_row(*key, precision) for key in DOCUMENT for precision in ("fp32", "bf16")]
     failed = {"key": "torch/5.4b/32/fp32/8/cuda", "failure": "out of memory"}
-    print_rows([*rows, failed], ENVIRONMENT)
+    show([*rows, failed], {"environment": ENVIRONMENT})
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     assert "63.07" in shown and "27.89" in shown and "1.13" in shown  # the document's

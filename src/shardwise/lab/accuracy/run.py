@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardwise.lab.accuracy.calibrate import Calibration, calibrate_device
 from shardwise.lab.accuracy.cases import CASES, WORLD, AccuracyCase
 from shardwise.lab.accuracy.device import predict_shipped, run_case
 from shardwise.lab.accuracy.gloo import run_gloo
-from shardwise.lab.accuracy.page import print_rows, summarize, tell_prediction, write_page
+from shardwise.lab.accuracy.page import SEEDS, draw_plot, show, tell_prediction, write_page
 from shardwise.lab.rows import RowFile, describe_run, say
 from shardwise.profiling.results import Row, read_json
 
@@ -72,9 +73,11 @@ def run(arguments: argparse.Namespace) -> None:
         [row for each in beside for row in each["rows"]],
         arguments.cluster,
     )
-    print_rows(results.rows)
-    for line in (*summarize(results.rows), *results.delayed):
+    show(results.rows, results.facts)
+    for line in results.delayed:
         print(line)
+    if arguments.plot is not None:
+        arguments.plot.write_text(draw_plot(results.rows), encoding="utf-8")
     if arguments.docs is not None:
         held = results.facts | {"rows": results.rows, "delayed": results.delayed}
         write_page(arguments.docs, held, *beside)
@@ -92,7 +95,7 @@ def run_parts(
     """Run the parts asked for; one that this machine cannot run is named and left out."""
     for part in parts:
         if part == "seeds":
-            run_seeds(results, sweep=not quick)
+            run_seeds(results, quick)
         elif part == "shipped":
             run_shipped(results, [*results.rows, *measured], cluster)
         elif part == "gloo":
@@ -101,19 +104,19 @@ def run_parts(
             run_device(results, device, quick)
 
 
-def run_seeds(results: Results, sweep: bool = True) -> None:
+def run_seeds(results: Results, quick: bool = False) -> None:
     makers: dict[str, Callable[[], Iterable[Row]]] = {
-        "000": seeds.rows_000, "001": seeds.rows_001, "002": seeds.rows_002,
+        "000": seeds.rows_000, "001": seeds.rows_001, "002": partial(seeds.rows_002, quick),
     }  # fmt: skip
     for seed, make in makers.items():
         if not results.has(seed=seed):
-            say(f"seed {seed}: simulating")
+            say(f"{SEEDS[seed]}: simulating")
             for row in make():
                 results.add(row)
-    if sweep:
+    if not quick:
         results.delayed = seeds.delayed_000()
-    if sweep and not results.facts["sweep"]:
-        say("seed 000: accumulate 1 to 8, ratio 1 to 4")
+    if not quick and not results.facts["sweep"]:
+        say(f"{SEEDS['000']}: accumulate 1 to 8, ratio 1 to 4")
         results.facts["sweep"] = seeds.sweep_000()
         results.write()
 

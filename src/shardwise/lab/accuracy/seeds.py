@@ -192,8 +192,9 @@ def blocks_peak(timeline: Timeline) -> int:
     return max(curve.totals[bisect_left(curve.times, timeline.step // 2) :])
 
 
-def rows_002() -> Iterator[Row]:
-    for name, by_size in seed_002().items():
+def rows_002(quick: bool = False) -> Iterator[Row]:
+    found = seed_002(layers=1, sizes=BUCKETS_MIB[:1]) if quick else seed_002()
+    for name, by_size in found.items():
         variant, count = VARIANTS[name], len(by_size)
         peaks = {mib: timeline.peak().total for mib, timeline in by_size.items()}
         told = [tell_prediction(timeline) for timeline in by_size.values()]

@@ -252,8 +252,9 @@ SWEEPS = {
 }  # fmt: skip
 
 
-def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """Times and rates of each sweep and dtype."""
+    environment = facts["environment"]
     left = ("tokens", "width", "backend")
     for sweep, kind in dict.fromkeys((r["case"]["sweep"], r["case"]["kind"]) for r in rows):
         times, rates = [], []
@@ -301,4 +302,4 @@ def run(arguments: argparse.Namespace) -> None:
             file.add(asdict(row))
     if arguments.plot is not None:
         arguments.plot.write_text(draw_attention(file.rows))
-    print_tables(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.lab.benchmark import COMMIT, JSON, QUICK, ROWS, Benchmark
+from shardwise.lab.benchmark import COMMIT, JSON, PLOT, QUICK, ROWS, Benchmark
 from shardwise.lab.options import Option, count, file, flag, list_names
 
 STEP = Benchmark(
@@ -16,6 +16,7 @@ STEP = Benchmark(
         Option("--against", {"choices": ["torch"], "default": "torch",
                              "help": "the peer (default: torch)"}),
         JSON,
+        PLOT,
         list_names("--cases", "case", ("fake8", "gloo2", "h200", "graph")),
         list_names("--strategies", "strategy", ("zero3", "zero2", "zero1", "ddp"), None,
                "of zero3, zero2, zero1, ddp; default: all that a case has"),
@@ -57,7 +58,7 @@ GATHER = Benchmark(
     "Times forward and backward under zero3 on two real CPU ranks, by gather mode and tensor size. "
     "Its result is what gather='auto' follows on gloo.",
     "steps.gather",
-    (JSON, count("--rounds", 15)),
+    (JSON, PLOT, QUICK, COMMIT, count("--rounds", 15)),
 )
 ATTENTION = Benchmark(
     "attention",
@@ -91,6 +92,8 @@ PROFILE = Benchmark(
     "steps.profiling",
     (
         JSON,
+        PLOT,
+        QUICK,
         list_names("--cases", "case", ("gloo2", "h200")),
         count("--rounds", None, "of three steps each way"),
         COMMIT,
@@ -108,6 +111,7 @@ ACCURACY = Benchmark(
     "accuracy.run",
     (
         JSON,
+        PLOT,
         list_names("--cases", "case", ("seeds", "shipped", "gloo", "h200")),
         flag("--simulated", "only what needs no accelerator and no other rank"),
         file("--docs", "write the page of results here"),

@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> None:
         run_models(file, todo, steps, max(arguments.jobs, len(todo)) if quick else arguments.jobs)
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    print_tables(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def run_models(file: RowFile, todo: list[tuple[ModelCase, str]], steps: int, jobs: int) -> None:
@@ -215,8 +215,9 @@ def draw(rows: list[Row]) -> str:
     return draw_bars("Compiled against eager: steps of models, passes of attention", groups, "ms")
 
 
-def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """A line per model, scope and part; a line per shape of attention and pass."""
+    environment = facts["environment"]
     models, shapes, eager = [], [], {}
     for row in rows:
         if row["part"] == "attention":

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"{name}: {row.get('failure') or _tell(row['by_warmup'][str(max(warmups))], ' ms')}")
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    print_tables(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def draw(rows: list[Row]) -> str:
@@ -131,8 +131,9 @@ def _tell(parts: dict[str, dict[str, float]], unit: str) -> str:
     return ", ".join(f"{p} {parts[p]['mean']:.1f} +-{parts[p]['std']:.1f}{unit}" for p in PARTS)
 
 
-def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """A line per model, precision and warm-up count; then the document's means beside ours."""
+    environment = facts["environment"]
     lines, documents = [], []
     for row in rows:
         name = [row["size"], row["precision"]]

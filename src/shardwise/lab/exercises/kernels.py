@@ -285,7 +285,7 @@ def run(arguments: argparse.Namespace) -> None:
             file.add(row)
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    print_answers(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def draw(rows: list[Row]) -> str:
@@ -301,8 +301,9 @@ def draw(rows: list[Row]) -> str:
     return draw_bars("What takes the time", groups, "%")
 
 
-def print_answers(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """Sentences for each model, then the tables of all."""
+    environment = facts["environment"]
     times, kernels, shares, inside = [], [], [], []
     for row in rows:
         name = f"{row['size']} {row['precision']}"

@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> None:
             parts[part](file)
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    print_tables(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def draw(rows: list[Row]) -> str:
@@ -224,7 +224,8 @@ def draw(rows: list[Row]) -> str:
     )
 
 
-def print_tables(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
+    environment = facts["environment"]
     sums, reasons, norms = [], [], []
     dtypes: list[Row] = []
     for row in rows:

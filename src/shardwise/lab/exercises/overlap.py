@@ -147,10 +147,10 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"{size} ddp {reduce}: " + row.get("failure", f"{row.get('step_ms')} ms"))
     if arguments.plot is not None:
         arguments.plot.write_text(draw_overlap(file.rows), encoding="utf-8")
-    _print(file.rows, file.facts)
+    show(file.rows, file.facts)
 
 
-def _print(rows: list[Row], facts: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """A line per plan."""
     lines = []
     for row in rows:

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
             file.add(case.describe() | answer)
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    print_rows(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def select_cases(arguments: argparse.Namespace, device: str) -> list[GroupedCase]:
@@ -103,12 +103,13 @@ def _name(row: Row) -> str:
     return f"{row['size']} {row['group_mib']} MiB {row['precision']}"
 
 
-def print_rows(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """Times, then what the document found, then memory.
 
     `sent` is the bytes of `rows` over an all-reduce's, `expected` the moments of AdamW that the
     other ranks keep.
     """
+    environment = facts["environment"]
     for row in rows:
         if "failure" in row:
             print(f"{row['key']}: {row['failure']}")

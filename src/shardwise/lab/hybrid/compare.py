@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     file.write()
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    _print(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def _modes(arguments: argparse.Namespace) -> list[str]:
@@ -177,8 +177,9 @@ def draw(rows: list[Row]) -> str:
     return draw_bars("a step of hsdp over a step of each mode", groups, "x")
 
 
-def _print(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """One table for all sources; the document's own rows last."""
+    environment = facts["environment"]
     lines = []
     for row in rows:
         cells = [row["source"], row["engine"], row["mode"]]

@@ -48,14 +48,15 @@ def run(arguments: argparse.Namespace) -> None:
         bars = {_name(row): {"forward and backward": row.get("step_ms")} for row in file.rows}
         title = "A micro-batch of the feed-forward stack"
         arguments.plot.write_text(draw_bars(title, bars, "ms"), encoding="utf-8")
-    _print(file.rows, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def _name(row: Row) -> str:
     return f"{row['micro_batch']} x {row['sequence']} tokens"
 
 
-def _print(rows: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
+    environment = facts["environment"]
     lines = []
     for row in rows:
         told = row.get("failure") or "{step_ms:.2f} +-{step_spread_ms:.2f}".format(**row)

@@ -47,7 +47,7 @@ def _lecture_memory() -> str:
         (f"{p / 1e9:.0f} B", f"{memory.static_state_bytes(p) / GB:,.0f} GB") for p in (7e9, 70e9)
     ]
     lines = [
-        "Static training state in mixed precision (seed 003)",
+        "Static training state in mixed precision (FSDP lecture)",
         "  12 bytes for fp32 weights and two moments, 2 for the 16-bit weights, 2 for gradients",
         *_table(("model", "state"), rows),
         "The document: 112 GB and 1.1 TB. Right.",
@@ -80,7 +80,7 @@ def _lecture_memory() -> str:
 
 def _strategy_bytes() -> str:
     parameters, ranks = 70e9, 128
-    lines = [f"Bytes per rank and step, 70 B parameters on {ranks} GPUs (seed 003)"]
+    lines = [f"Bytes per rank and step, 70 B parameters on {ranks} GPUs (FSDP lecture)"]
     for title, gather, reduce in (
         ("16-bit gathers, 16-bit reduce", 2, 2),
         ("16-bit gathers, fp32 reduce", 2, 4),
@@ -112,7 +112,7 @@ def _accounting_a() -> str:
     ]
     return "\n".join(
         [
-            "Communication accounting (a): one device (seed 004)",
+            "Communication accounting (a): one device (assignment)",
             f"  parameters 2 x 16384 x 53248 x 126 = {model.parameter_count:,}",
             f"  state 16 P = {state / GB:,.1f} GB = {state / GIB:,.0f} GiB",
             f"  kept for backward 2 L (d_model + d_ff) = {token / 1e6:.2f} MB a token "
@@ -135,7 +135,7 @@ def _accounting_b() -> str:
     gib = memory.shards_for(model, 1, 95 * GIB)
     return "\n".join(
         [
-            "Communication accounting (b): shards for 95 GB (seed 004)",
+            "Communication accounting (b): shards for 95 GB (assignment)",
             "  per device 16 P / n + A / 2 + A / (2 n), A = 2 L (d_model + d_ff) bytes a token:",
             "  half of the activations is sharded, the other half is whole",
             *_table(("tokens", "shards", "each holds"), rows),
@@ -159,7 +159,7 @@ def _accounting_c() -> str:
     ]
     return "\n".join(
         [
-            "Communication accounting (c): compute-bound batch of FSDP 16 x TP 4 on v5p (seed 004)",
+            "Communication accounting (c): compute-bound batch, FSDP 16 x TP 4 on v5p (assignment)",
             "  math 4 B D F / (N C) >= gather 4 D F / (Y W M_X) + exchange 4 B D / (X W M_Y)",
             f"  alpha = C / W = {chip.alpha:.0f}; N = {chips}",
             *_table(("the two axes move", "tokens", "per chip"), rows),
@@ -185,7 +185,7 @@ def _accounting_d() -> str:
     rows.append(("the least, alpha^2 / (M_X M_Y F)", f"{least:.0f}"))
     return "\n".join(
         [
-            "Communication accounting (d): a smaller batch that stays compute-bound (seed 004)",
+            "Communication accounting (d): a smaller batch that stays compute-bound (assignment)",
             *_table(("trick", "tokens per chip"), rows),
             "Also: keep weights gathered over several micro-batches, or pipeline stages, which",
             "gather nothing.",
@@ -201,7 +201,7 @@ def _ddp_overhead() -> str:
     best = time.optimal_buckets(size, bandwidth, CALL_S)
     bucket = time.optimal_bucket_bytes(size, bandwidth, CALL_S)
     lines = [
-        "Data parallel: seconds after backward, by number of buckets (seed 004)",
+        "Data parallel: seconds after backward, by number of buckets (assignment)",
         f"  s = {size / GB:.2f} GB (XL, fp32), w = {bandwidth / GB:.0f} GB/s, o = 30 us a call",
         "  assumed: computing a bucket takes as long as sending it: nb o + s / (nb w)",
         f"  best nb = sqrt(s / (w o)) = {best:.0f}, buckets of sqrt(s w o) = {bucket / 1e6:.0f} MB",
@@ -240,7 +240,7 @@ def _optimizer_sharding() -> str:
     implied = memory.parameters_saved_by(13 * GB, 2)
     return "\n".join(
         [
-            "Optimizer state sharding on 2 GPUs, fp32, before activations (seed 004)",
+            "Optimizer state sharding on 2 GPUs, fp32, before activations (assignment)",
             *_table(("model", "parameters", "whole", "sharded", "saved"), rows),
             "The document: 55 GB and 42 GB, 13 GB saved, for XL. XL would save 8 GB. 13 GB saved",
             f"means {implied / 1e9:.2f} B parameters: the three figures fit its 2.7B, not XL.",

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
                 file.add(_describe(case) | found | rates | _predict(case, cluster))
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    _print(file.rows, judged, file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def _fits(case: Case) -> bool:
@@ -229,8 +229,9 @@ def draw(rows: list[Row]) -> str:
     return draw_curves("all-reduce of fp32", curves, "MB", "seconds", dashed=dashed)
 
 
-def _print(rows: list[Row], judged: list[Row], environment: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """A table for each operation, then the document's own times."""
+    judged, environment = facts["document"]["nccl"], facts["environment"]
     heads = ("MB", "ranks", "ms", "+-", "first", "predicted", "alg", "bus", "document")
     operations = list(dict.fromkeys((row["backend"], row["operation"]) for row in rows))
     for backend, operation in operations:

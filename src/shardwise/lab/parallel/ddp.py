@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> None:
         file.add({"key": f"{base}/best", **case.describe(), **_find_best(file.rows, case, *links)})
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    _print(file.rows, file.facts)
+    show(file.rows, file.facts)
 
 
 def choose_case(arguments: argparse.Namespace) -> Case:
@@ -361,7 +361,7 @@ def short_ms(value: float) -> str:
     return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _print(rows: list[Row], facts: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     lines, details = [], []
     for row in rows:
         if "way" not in row:

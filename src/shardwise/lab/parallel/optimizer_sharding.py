@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"{WAYS[way]}: " + found.get("failure", f"{found.get('step_ms', 0):.1f} ms"))
     if arguments.plot is not None:
         arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    _print(file.rows, file.facts)
+    show(file.rows, file.facts)
 
 
 def count_by_formula(case: Case, way: str) -> dict[str, float]:
@@ -282,7 +282,7 @@ def draw(rows: list[Row]) -> str:
     return draw_bars("optimizer state, whole and sharded: what a rank holds", groups, "MB")
 
 
-def _print(rows: list[Row], facts: dict[str, Any]) -> None:
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
     good = [row for row in rows if "failure" not in row]
     lines = []
     for row in good:

@@ -125,6 +125,12 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         peaks = {row["variant"]: {"peak": _gb(row)} for row in file.rows}
         arguments.plot.write_text(draw_bars("Peak memory of a step", peaks, "GB"))
+    show(file.rows, file.facts)
+
+
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
+    """A line per order."""
+    case = facts["case"]
     lines = [
         [row["variant"], row["failure"]]
         if "failure" in row
@@ -133,11 +139,11 @@ def run(arguments: argparse.Namespace) -> None:
             f"{_gb(row):.4g}",
             *(f"{row[n]:.1f}" if n in row else "-" for n in ("step_ms", "first_step_s")),
         ]
-        for row in file.rows
+        for row in rows
     ]
     heads = ["order", "peak GB", "step ms", "first step s"]
-    title = f"{case.model}, {case.layers} layers, recomputing: capped and uncapped"
-    print_table(title, heads, lines, file.facts["environment"], ("order",), 80)
+    title = f"{case['model']}, {case['layers']} layers, recomputing: capped and uncapped"
+    print_table(title, heads, lines, facts["environment"], ("order",), 80)
 
 
 def _gb(row: Row) -> float | None:

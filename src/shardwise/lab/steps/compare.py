@@ -17,6 +17,7 @@ import torch
 
 from shardwise.description.language_model import draw_tokens
 from shardwise.emulation.collectives import Emulation
+from shardwise.lab.charts import draw_bars
 from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
@@ -68,8 +69,10 @@ def run(arguments: argparse.Namespace) -> None:
         rows += answer["rows"]
     if arguments.json is not None:
         write_json(arguments.json, **facts, rows=rows)
+    if arguments.plot is not None:
+        arguments.plot.write_text(draw(rows), encoding="utf-8")
     if rows:
-        _print(rows, facts["environment"])
+        show(rows, facts)
     else:
         print("nothing was measured: no case of these is left on this machine")
 
@@ -244,19 +247,35 @@ def _check_emulated(
         )
 
 
-def _print(rows: list[Row], environment: dict[str, Any]) -> None:
-    """One line per comparison; ratios are ours over the peer's."""
-    names = ("case", "strategy", "peer")
-    lines = [
-        [
-            *(row[name] for name in names),
-            *(f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES),
-            *("-" if row[f"{r}_ratio"] is None else f"{row[f'{r}_ratio']:.2f}" for r in RATIOS),
-            "-" if row["parity"] is None else f"{row['parity']:.0e}",
-        ]
-        for row in rows
-    ]
-    heads = [*names, "ours ms", "theirs ms", *RATIOS, "parity"]
-    print_table("one training step, shardwise against torch", heads, lines, environment, names, 130)
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
+    """Times, then ratios; ratios are ours over the peer's."""
+    names = ("case", "strategy")
+    times, ratios, beside = [], [], []
+    for row in rows:
+        label = [row[name] for name in names]
+        figures = [f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES]
+        times.append([*label, row["peer"], *figures])
+        found = [row[f"{ratio}_ratio"] for ratio in RATIOS]
+        told = ["-" if ratio is None else f"{ratio:.2f}" for ratio in found]
+        ratios.append([*label, *told, "-" if row["parity"] is None else f"{row['parity']:.0e}"])
+        for name, side in row.get("beside", {}).items():
+            over = row["ours"]["step_ms"] / side["step_ms"]
+            beside.append([row["case"], name, f"{side['step_ms']:.1f}", f"{over:.2f}"])
+    title = "one training step, ms: shardwise and torch"
+    print_table(title, [*names, "peer", "ours", "theirs"], times, {}, (*names, "peer"), 80)
+    title = "ratios: ours over theirs, below 1 is better"
+    print_table(title, [*names, *RATIOS, "parity"], ratios, facts["environment"], names, 80)
+    if beside:
+        heads = ("case", "beside", "its ms", "ours over it")
+        print_table("in the same turns", heads, beside, {}, heads[:2], 80)
     if any(row["settings"]["network"].startswith("emulated") for row in rows):
-        print("h200 rows: emulated network; values are fabricated, times are not")
+        print("emulated network: values are fabricated, times are not")
+
+
+def draw(rows: list[Row]) -> str:
+    """Steps of both sides, in bars."""
+    groups = {
+        f"{row['case']} {row['strategy']}": {side: row[side]["step_ms"] for side in SIDES}
+        for row in rows
+    }
+    return draw_bars("One training step: ours and theirs", groups, "ms")

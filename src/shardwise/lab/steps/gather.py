@@ -11,14 +11,16 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.lab.charts import draw_curves
 from shardwise.lab.processes import ask_ranks, time_on_ranks
-from shardwise.lab.rows import describe_run
-from shardwise.profiling.results import Row, write_json
+from shardwise.lab.rows import describe_run, say
+from shardwise.profiling.results import Row, print_table, write_json
 from shardwise.profiling.timing import alternate, spread
 
 WORLD = 2
@@ -31,16 +33,27 @@ WIDTHS = (16, 32, 64, 128, 256, 512, 1024)  # of square fp32 matrices: 1 KiB to 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write the JSON, print the table."""
     facts = describe_run(arguments)
-    rows = measure(arguments.rounds)
+    say(f"{WORLD} ranks, {arguments.rounds} rounds of each size")
+    rows = measure(2, WIDTHS[::3]) if arguments.quick else measure(arguments.rounds)
     if arguments.json is not None:
         write_json(arguments.json, **facts, rows=rows)
-    print("tensor bytes   packed ms     each ms   each/packed")
+    if arguments.plot is not None:
+        curves = {
+            mode: [(row["tensor_bytes"], row["median_ms"][mode]) for row in rows] for mode in MODES
+        }
+        title = "Forward and backward by gather mode"
+        arguments.plot.write_text(draw_curves(title, curves, "bytes a tensor", "ms"))
+    show(rows, facts)
+
+
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
+    """A line per size."""
+    lines = []
     for row in rows:
-        medians = row["median_ms"]
-        print(
-            f"{row['tensor_bytes']:12,} {medians['packed']:11.3f} {medians['each']:11.3f} "
-            f"{row['each_over_packed']:13.2f}"
-        )
+        figures = [f"{row['median_ms'][m]:.3f} +-{row['spread_ms'][m]:.3f}" for m in MODES]
+        lines.append([f"{row['tensor_bytes']:,}", *figures, f"{row['each_over_packed']:.2f}"])
+    heads = ("bytes a tensor", *(f"{mode} ms" for mode in MODES), "each / packed")
+    print_table("forward and backward under zero3", heads, lines, facts["environment"], (), 80)
 
 
 def measure(rounds: int, widths: Sequence[int] = WIDTHS) -> list[Row]:

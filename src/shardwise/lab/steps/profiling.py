@@ -10,17 +10,19 @@ import argparse
 import statistics
 from collections.abc import Callable
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.description.language_model import draw_tokens, make_model
+from shardwise.lab.charts import draw_bars
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
 from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.profiling.collect import TRACED_ON_CUDA, Profile
-from shardwise.profiling.results import Row, write_json
+from shardwise.profiling.results import Row, print_table, write_json
 from shardwise.profiling.timing import Step, spread, time_idle_mark
 
 CASES = {"gloo2": ("gloo2",), "h200": ("h200-4x2048-300GBs", "h200-1x2048-300GBs")}
@@ -32,21 +34,31 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure all cases that this machine can run, write the JSON, print a line for each."""
     facts = describe_run(arguments)
     rows: list[Row] = []
-    chosen = select(arguments.cases, StepChoice(strategies=("zero3",)))
+    chosen = select(arguments.cases, StepChoice(strategies=("zero3",), quick=arguments.quick))
     for name, family in chosen.items():
         cases = [case for case in family.cases if case.name in CASES[name]]
-        rows += family.ask(_measure_all, family, cases, arguments.rounds)
+        rounds = 1 if arguments.quick else arguments.rounds
+        rows += family.ask(_measure_all, family, cases, rounds)
     if arguments.json is not None:
         write_json(arguments.json, **facts, rows=rows)
-    print(
-        "case                     off ms      on ms  ratio paired traced   off: share of the step"
-    )
-    for row in rows:
-        print(
-            f"{row['case']:20} {row['off']['step_ms']:10.1f} {row['on']['step_ms']:10.1f} "
-            f"{row['step_ratio']:6.3f} {row['paired_ratio']:6.3f} {row['traced_ratio']:6.3f}   "
-            f"{row['share_of_step_off']:.1e}"
-        )
+    if arguments.plot is not None:
+        groups = {row["case"]: {m: row[m]["step_ms"] for m in ("off", "on")} for row in rows}
+        arguments.plot.write_text(draw_bars("Steps with the profiler off and on", groups, "ms"))
+    show(rows, facts)
+
+
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
+    """A line per case."""
+    lines = [
+        [
+            row["case"], f"{row['off']['step_ms']:.1f}", f"{row['on']['step_ms']:.1f}",
+            f"{row['step_ratio']:.3f}", f"{row['paired_ratio']:.3f}", f"{row['traced_ratio']:.3f}",
+            f"{row['share_of_step_off']:.1e}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    heads = ("case", "off ms", "on ms", "ratio", "paired", "traced", "off: of step")
+    print_table("a step with the profiler on", heads, lines, facts["environment"], heads[:1], 80)
 
 
 def _measure_all(family: Family, cases: list[StepCase], rounds: int | None) -> list[Row]:

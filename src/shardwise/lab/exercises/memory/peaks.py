@@ -226,8 +226,7 @@ def run(arguments: argparse.Namespace) -> None:
             run_peaks(arguments, file)
     if arguments.plot is not None:
         arguments.plot.write_text(draw_memory(file.rows), encoding="utf-8")
-    tensors.print_tables(file.rows, file.facts["environment"])
-    print_peaks([row for row in file.rows if "mode" in row], file.facts["environment"])
+    show(file.rows, file.facts)
 
 
 def run_peaks(arguments: argparse.Namespace, file: RowFile) -> None:
@@ -271,6 +270,12 @@ def _describe(row: Row) -> str:
     if "failure" in row:
         return name + row["failure"]
     return name + ", ".join(show_bytes(peak["bytes"]) for peak in row["peaks"])
+
+
+def show(rows: list[Row], facts: dict[str, Any]) -> None:
+    """What single tensors hold, then the peaks."""
+    tensors.print_tables(rows, facts["environment"])
+    print_peaks([row for row in rows if "mode" in row], facts["environment"])
 
 
 def print_peaks(rows: list[Row], environment: dict[str, Any]) -> None:
