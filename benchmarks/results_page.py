@@ -20,11 +20,12 @@ from shardwise.lab.benchmarks import BENCHMARKS
 HEAD = """\
 # Results
 
-Made by `python benchmarks/tables.py` from `benchmarks/results/*.json`; a test compares the two. Every table is what the
-command below its title prints, from the figures that it wrote: with what was measured (host and GPU are those of shared virtual
-machines, so what the host limits moves from hour to hour), versions and commit. Where a document has the same table, its
-figures stand beside ours. `shardwise bench` lists all benchmarks; [documents.md](documents.md) says what each repeats and
-what differs.
+Made by `python benchmarks/tables.py` from `benchmarks/results/*.json`; a test compares the two.
+Every table is what the command below its title prints, from the figures that it wrote: with what
+was measured (hosts, the GPU's too, are shared virtual machines: what they limit moves from hour
+to hour), versions and commit. Where a document has the same table, its figures stand beside ours.
+`shardwise bench` lists all benchmarks; [documents.md](documents.md) says what each repeats and what
+differs.
 
 """
 

@@ -264,7 +264,7 @@ def test_misuse_is_named(two: Ranks) -> None:
             assert part in message
 
 
-def test_one_rank_is_the_same_path_and_no_group_an_error() -> None:
+def test_one_rank_is_the_same_path_and_no_group_an_error(no_group: None) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="init_process_group"):

@@ -264,10 +264,10 @@ def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
     arguments += ["--docs", str(page)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "seed 000" in said and "-4.8%" in said and "held-out" in said
+    assert "delayed all-reduce" in said and "-4.8%" in said and "held-out" in said
     text = page.read_text()
-    assert "| seed 000 | hsdp | 99.0 ms | 100.0 ms | -1.0% |" in text
-    assert "| seed 002 | v | 7.0 ms | not stated | order |" in text
+    assert "| delayed all-reduce | hsdp | 99.0 ms | 100.0 ms | -1.0% |" in text
+    assert "| capped buckets | v | 7.0 ms | not stated | order |" in text
     assert "order" in text and "accuracy.svg" in text and "| 1 | 1.000 |" in text
     # Nothing was measured anew, so the page tells of the run that did.
     assert "Seeds (simulated) and One GPU: G1, torch 2.11, commit c0ffee." in text

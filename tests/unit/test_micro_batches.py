@@ -122,7 +122,7 @@ def test_groups_of_one_replica_wait_for_nobody() -> None:
 def test_emulate_takes_uneven_micro_batches(tmp_path) -> None:
     path = tmp_path / "rows.json"
     words = ["emulate", "--mesh", "2x2", "--model", "tiny", "--seq", "8", "--steps", "2"]
-    words += ["--micro-batches", "1,2/2,1", "--network", "1e9", "--engine", "both"]
+    words += ["--micro-batches", "1,2/2,1", "--network", "1e9", "--engine", "shardwise"]
     counts = {}
     for sync in ("each", "scatter_each_reduce_last", "last"):
         assert main([*words, "--sync", sync, "--json", str(path)]) == 0

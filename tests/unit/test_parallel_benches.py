@@ -109,7 +109,7 @@ def test_tables_of_long_steps_are_not_cut(capsys):
     rows = [{"way": name, "document": said, **row} for name, said in document.DDP.items()]
     rows[-1] = {"way": rows[-1]["way"], "document": {}, "failure": "out of memory"}
     environment = {"gpu": "a GPU", "commit": "c", "torch": "t"}
-    ddp._print(rows, {"network": "emulated: 117 GB/s per rank", "environment": environment})
+    ddp.show(rows, {"network": "emulated: 117 GB/s per rank", "environment": environment})
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
     for name in document.DDP:

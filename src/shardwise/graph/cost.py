@@ -34,6 +34,7 @@ from shardwise.graph.nodes import (
     kernel_of,
     kind_of,
     message_bytes,
+    operator_name,
     value_bytes,
 )
 from shardwise.predict.cost import Costs
@@ -328,7 +329,7 @@ def _is_fused(node: Node) -> bool:
 def _is_pointwise(node: Node) -> bool:
     """Each of its numbers is made of one of every input."""
     tags = getattr(node.target, "tags", ())
-    casts = node.target is torch.ops.aten._to_copy.default
+    casts = operator_name(node) == "_to_copy"
     return _is_fused(node) and (casts or torch.Tag.pointwise in tags)
 
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from shardwise.graph.nodes import is_compute
 from shardwise.graph.passes.bucket import split, tidy
-from shardwise.graph.passes.identify import identify
+from shardwise.graph.passes.identify import Sharding, identify
 from shardwise.graph.passes.order import Issue, copy_graph, dependencies, parts_of, put_in_order
 
 
@@ -32,9 +32,9 @@ class Interleaving:
         return [b - a for a, b in pairwise(places)]
 
 
-def snapshot(graph: Graph, *, group: str) -> Interleaving:
+def snapshot(graph: Graph, *, group: str, known: Sharding | None = None) -> Interleaving:
     """Where the group's reduce-scatters stand, and from where on they could."""
-    scatters = set(identify(graph, group=group).scatters)
+    scatters = set((known or identify(graph, group=group)).scatters)
     ready: dict[Node, int] = {}  # behind how many compute nodes all that it needs has come
     compute, found = [], []
     for node in graph.nodes:

@@ -14,8 +14,9 @@ from shardwise.graph.nodes import message_bytes
 from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
 from shardwise.graph.passes.identify import identify
+from shardwise.graph.passes.order import put_in_order
 from shardwise.graph.passes.prefetch import prefetch
-from shardwise.graph.passes.settle import settle
+from shardwise.graph.passes.settle import settled_order
 from shardwise.graph.passes.sort import sort
 
 PASSES = ("identify", "bucket", "prefetch", "sort", "cap")
@@ -63,7 +64,7 @@ class PassSummary:
 def summarize(graph: Graph, *, group: str, name: str = "", after: str = "none") -> PassSummary:
     """The group's collectives of parameters and gradients, and the compute between them."""
     found = identify(graph, group=group)
-    runs = snapshot(graph, group=group).runs()[:-1]
+    runs = snapshot(graph, group=group, known=found).runs()[:-1]
     return PassSummary(
         graph=name,
         after=after,
@@ -139,9 +140,10 @@ def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Inte
         )
     if step == "prefetch":
         return prefetch(graph, window=options.window, in_flight_bytes=options.in_flight_bytes)
-    return settle(
-        _ordered(step, graph, options, group, before), under_way_bytes=options.under_way_bytes
-    )
+    made = _ordered(step, graph, options, group, before)
+    if made is not graph:  # its own copy: settled in place
+        put_in_order(made, settled_order(made, under_way_bytes=options.under_way_bytes))
+    return made
 
 
 def _ordered(

@@ -20,6 +20,11 @@ def settle(graph: Graph, *, under_way_bytes: int) -> Graph:
     """Each reduce-scatter of gradients is waited for, at the latest, when with a new one more than
     `under_way_bytes` are not. None is waited for before the next is issued.
     """
+    return copy_graph(graph, settled_order(graph, under_way_bytes=under_way_bytes))[0]
+
+
+def settled_order(graph: Graph, *, under_way_bytes: int) -> list[Node]:
+    """The nodes in that order."""
     scatters = set(sharding_scatters(graph))
     waits: dict[Node, list[Node]] = {node: [] for node in scatters}
     for node in graph.nodes:
@@ -44,4 +49,4 @@ def settle(graph: Graph, *, under_way_bytes: int) -> Graph:
             while len(flying) > 1 and sum(map(message_bytes, flying)) > under_way_bytes:
                 for wait in waits[flying.popleft()]:
                     put(wait)
-    return copy_graph(graph, order)[0]
+    return order
