@@ -29,9 +29,13 @@ LONG = (
     "unit/test_attention.py",
     "parity/test_engine.py",
     "unit/test_train.py",
+    "parity/test_one_schedule.py",
     "parity/test_graph.py",
     "parity/test_examples.py",
     "unit/test_profile.py",
+    "parity/test_plan_settings.py",
+    "unit/test_parallel_benches.py",
+    "unit/test_micro_batches.py",
 )
 
 
