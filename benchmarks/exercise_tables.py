@@ -138,29 +138,7 @@ def make_compiled_attention(result: Result) -> str:
 
 
 def make_overlap(result: Result) -> str:
-    """Naive against overlapped data parallel, ms: steps with the host in them; then by the device
-    with the host ahead, where the difference is what is exposed. (A file of before that has timed
-    steps, then the recorded one.)
-    """
-    if all("device_ms" in row for row in result["rows"]):
-        return _make_overlap_ahead(result)
-    heads = ["reduce", "messages", "step", "free network", "difference", "recorded step",
-             "its communication", "exposed", "seed's step", "its `naive` of the same exercise",
-             "seed's communication"]  # fmt: skip
-    lines = []
-    for row in result["rows"]:
-        figures = [row["step_ms"], row["free_step_ms"], row["step_ms"] - row["free_step_ms"],
-                   row["compute"][-1][3] - row["compute"][0][2], row["communication_ms"],
-                   row["exposed_ms"]]  # fmt: skip
-        seed = seed004.DDP_STEPS[row["reduce"]]
-        seeds = (seed.get(name) for name in ("step", "beside", "communication"))
-        lines.append([f"`{row['reduce']}`", str(len(row["messages"])),
-                      *(f"{value:.1f}" for value in figures),
-                      *("" if s is None else f"{s * 1e3:.0f}" for s in seeds)])  # fmt: skip
-    return _join(heads, lines)
-
-
-def _make_overlap_ahead(result: Result) -> str:
+    """With the host in the step, then by the device with the host ahead."""
     names = ("step_ms", "free_step_ms", "host_ms", "device_ms", "free_device_ms", "above_ms",
              "exposed_ms", "communication_ms")  # fmt: skip
     heads = ["reduce", "messages", "step", "free network", "host", "device", "its free network",

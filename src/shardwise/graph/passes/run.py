@@ -14,9 +14,8 @@ from shardwise.graph.nodes import message_bytes
 from shardwise.graph.passes.bucket import bucket
 from shardwise.graph.passes.cap import Interleaving, cap, restore_order, snapshot
 from shardwise.graph.passes.identify import identify
-from shardwise.graph.passes.order import put_in_order
 from shardwise.graph.passes.prefetch import prefetch
-from shardwise.graph.passes.settle import settled_order
+from shardwise.graph.passes.settle import settle
 from shardwise.graph.passes.sort import sort
 
 PASSES = ("identify", "bucket", "prefetch", "sort", "cap")
@@ -141,8 +140,8 @@ def _run(step: str, graph: Graph, options: PassOptions, group: str, before: Inte
     if step == "prefetch":
         return prefetch(graph, window=options.window, in_flight_bytes=options.in_flight_bytes)
     made = _ordered(step, graph, options, group, before)
-    if made is not graph:  # its own copy: settled in place
-        put_in_order(made, settled_order(made, under_way_bytes=options.under_way_bytes))
+    if made is not graph:
+        settle(made, under_way_bytes=options.under_way_bytes)
     return made
 
 

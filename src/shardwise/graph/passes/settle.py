@@ -13,18 +13,14 @@ from torch.fx import Graph, Node
 
 from shardwise.graph.nodes import collective_of, is_wait, message_bytes
 from shardwise.graph.passes.identify import sharding_scatters
-from shardwise.graph.passes.order import copy_graph
+from shardwise.graph.passes.order import put_in_order
 
 
-def settle(graph: Graph, *, under_way_bytes: int) -> Graph:
+def settle(graph: Graph, *, under_way_bytes: int) -> None:
     """Each reduce-scatter of gradients is waited for, at the latest, when with a new one more than
-    `under_way_bytes` are not. None is waited for before the next is issued.
+    `under_way_bytes` are not. None is waited for before the next is issued. Moves the nodes: it is
+    the end of `sort` and of `cap`, which have made the graph.
     """
-    return copy_graph(graph, settled_order(graph, under_way_bytes=under_way_bytes))[0]
-
-
-def settled_order(graph: Graph, *, under_way_bytes: int) -> list[Node]:
-    """The nodes in that order."""
     scatters = set(sharding_scatters(graph))
     waits: dict[Node, list[Node]] = {node: [] for node in scatters}
     for node in graph.nodes:
@@ -49,4 +45,4 @@ def settled_order(graph: Graph, *, under_way_bytes: int) -> list[Node]:
             while len(flying) > 1 and sum(map(message_bytes, flying)) > under_way_bytes:
                 for wait in waits[flying.popleft()]:
                     put(wait)
-    return order
+    put_in_order(graph, order)

@@ -160,9 +160,7 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
             continue
         figures = ("step_ms", "free_step_ms", "host_ms", "device_ms", "free_device_ms",
                    "exposed_ms", "communication_ms")  # fmt: skip
-        # A file of an older commit has fewer.
-        told = [f"{row[name]:.1f}" if name in row else "" for name in figures]
-        lines.append([*cells, *told])
+        lines.append([*cells, *(f"{row[name]:.1f}" for name in figures)])
     left = ("size", "reduce")
     heads = (*left, "step", "free", "host", "device", "free", "exposed", "sending")
     title = f"one step of data parallel, ms\n({facts['network']})"

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.lab.parallel.document import DDP
+
 MODELS = ("small", "medium", "large", "xl", "2.7b")
 BATCH, CONTEXT = 4, 128
 
@@ -59,14 +61,10 @@ TABLE_6 = {
     "xl": (0.051192, 0.287173, 0.088227, 0.325805),
     "2.7b": (0.067724, 0.439231, 0.083521, 0.463938),
 }
-# XL on two H100s, seconds of a step and, where given, of its communication; `beside` is the step
-# with one all-reduce per tensor that the document compares it with, in the same exercise.
-# Runs of different exercises do not compare: that step took 0.846, 0.776 and 0.86 in them.
+# XL on two H100s, as `shardwise bench overlap` names the ways; its buckets are those of 10 MB.
 DDP_STEPS = {
-    "naive": {"step": 0.846, "communication": 0.0681},
-    "flat": {"step": 0.898, "communication": 0.0967, "beside": 0.846},
-    "overlap": {"step": 0.796, "beside": 0.776},
-    "bucketed": {"step": 0.8596, "beside": 0.86},  # 10 MB; 0.973 with 1 MB, 0.874 with 100 MB
+    way.removesuffix(" 10 MB"): {name.removesuffix("_s"): s for name, s in DDP[way].items()}
+    for way in ("naive", "flat", "overlap", "bucketed 10 MB")
 }
 
 

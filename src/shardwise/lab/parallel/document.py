@@ -17,7 +17,7 @@ GLOO_ALL_REDUCE = {2: {1000: 1.468517}, 4: {1000: 2.125806}, 6: {1000: 2.668937}
 # XL on two H100s, a context and a total batch of 32 each. `beside` is its own step with one
 # all-reduce per tensor in the same exercise: that took 0.846, 0.776 and 0.86 in three of them, so
 # figures of different exercises do not compare.
-DDP = {
+DDP: dict[str, dict[str, Any]] = {
     "naive": {"step_s": 0.846, "communication_s": 0.0681},
     "flat": {"step_s": 0.898, "communication_s": 0.0967, "beside_s": 0.846},
     "overlap": {"step_s": 0.796, "beside_s": 0.776},
