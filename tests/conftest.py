@@ -64,6 +64,14 @@ def four() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_group_of_another_file() -> Iterator[None]:
+    """Which files share a worker is chance: none finds the group of one that another left."""
+    _leave_group()
+    yield
+    _leave_group()
+
+
 @pytest.fixture
 def no_group() -> Iterator[None]:
     """No process group at the start (a test may have left its group of one), and none after."""
