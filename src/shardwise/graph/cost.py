@@ -276,13 +276,13 @@ class _Pass:
 
     def _fact(self, launch: _Launch) -> KernelFact:
         """One kernel; of a chain: what it reads from outside, once, and what it writes."""
-        last = fact_of(launch.node)
+        last = kernel_of(launch.node)
         assert last is not None
         if len(launch.nodes) == 1:
             return last
         read: dict[Node, float] = {}
         for node in launch.nodes:
-            fact = fact_of(node)
+            fact = kernel_of(node)
             assert fact is not None
             for source in node.all_input_nodes:
                 for base in self._inputs(self.base(source)) & launch.reads:
@@ -311,19 +311,11 @@ class _Pass:
         return "gradients" if self.phase == "backward" and base in stays else "activations"
 
 
-def fact_of(node: Node) -> KernelFact | None:
-    """`kernel_of`, asked once for a node and its copies."""
-    if "kernel" not in node.meta:
-        node.meta["kernel"] = kernel_of(node)
-    fact: KernelFact | None = node.meta["kernel"]
-    return fact
-
-
 def _is_fused(node: Node) -> bool:
     """It is a kernel that may be a part of another."""
     if node.op != "call_function" or kind_of(node) or is_wait(node) or is_compute(node):
         return False
-    return fact_of(node) is not None
+    return kernel_of(node) is not None
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -338,7 +330,7 @@ def _is_view(node: Node) -> bool:
     if node.op != "call_function" or kind_of(node) or not node.all_input_nodes:
         return False
     allocates = "empty" in getattr(node.target, "__name__", "")
-    return is_wait(node) or (fact_of(node) is None and not allocates)
+    return is_wait(node) or (kernel_of(node) is None and not allocates)
 
 
 def _source_of(node: Node) -> Node | None:

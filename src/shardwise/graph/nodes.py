@@ -105,7 +105,16 @@ def value_bytes(value: Any) -> int:
 
 
 def kernel_of(node: Node) -> KernelFact | None:
-    """The kernel that a node launches; None for collectives, waits, views and what is no call."""
+    """The kernel that a node launches; None for collectives, waits, views and what is no call.
+    Looked for once: a node's copies have its meta.
+    """
+    if "kernel" not in node.meta:
+        node.meta["kernel"] = _find_kernel(node)
+    fact: KernelFact | None = node.meta["kernel"]
+    return fact
+
+
+def _find_kernel(node: Node) -> KernelFact | None:
     if node.op != "call_function" or not is_operator(node.target):
         return None
     if kind_of(node) or is_wait(node):
@@ -116,7 +125,5 @@ def kernel_of(node: Node) -> KernelFact | None:
 
 def is_compute(node: Node) -> bool:
     """It multiplies matrices, convolves or attends: what collectives are hidden behind."""
-    if "computes" not in node.meta:
-        fact = kernel_of(node)
-        node.meta["computes"] = fact is not None and fact.flops > 0
-    return bool(node.meta["computes"])
+    fact = kernel_of(node)
+    return fact is not None and fact.flops > 0

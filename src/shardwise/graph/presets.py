@@ -35,6 +35,7 @@ from shardwise.graph.torch_private import (
     cut_joint_graph,
     join_imagined_world,
     name_of_group,
+    without_collecting,
 )
 from shardwise.graph.trace import Inputs, Whole, call_marked
 from shardwise.kernels.attention.ops import attention_op
@@ -203,7 +204,8 @@ def _trace(
         )
 
     try:
-        torch.compile(call, backend=compile_module, fullgraph=True)(parts, inputs)
+        with without_collecting():
+            torch.compile(call, backend=compile_module, fullgraph=True)(parts, inputs)
     except Exception:  # torch.compile wraps the one that ends it
         if len(found) != 2:
             raise

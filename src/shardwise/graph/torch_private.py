@@ -156,6 +156,15 @@ def without_loggers() -> AbstractContextManager[Any]:
     return config.patch(**changes)
 
 
+def without_collecting() -> AbstractContextManager[Any]:
+    """torch looks for garbage when it has compiled: seconds where a graph is large, for memory
+    that a process that only traces keeps until its end anyway.
+    """
+    from torch._dynamo import config
+
+    return config.patch(run_gc_after_compile=False)
+
+
 @functools.cache
 def _logger_methods(count: int) -> set[Any]:
     """Libraries add some of their own when they are imported: there are `count` by now."""
