@@ -61,6 +61,8 @@ class Trial:
     def __init__(self, way: str, folder: str, model: nn.Module, optimizer: Any) -> None:
         self.way, self.model, self.optimizer = way, model, optimizer
         self._folder, self._number = Path(folder) / way, 0
+        # torch's thread needs a group of its own: its collectives would meet those of training.
+        self._beside = dist.new_group(backend="gloo") if way == "torch" else None
 
     @property
     def path(self) -> str:
@@ -97,7 +99,9 @@ class Trial:
         """Begin an asynchronous save; what waits for its end."""
         if self.way == "shardwise":
             return sw.save(self.path, self.model, self.optimizer, asynchronous=True).wait
-        future: Any = dcp.async_save(self._state(), checkpoint_id=self.path)
+        future: Any = dcp.async_save(
+            self._state(), checkpoint_id=self.path, process_group=self._beside
+        )
         return future.result
 
     def _state(self) -> dict[str, Any]:
