@@ -51,6 +51,7 @@ class Seen:
     """One rank, as its watcher tells."""
 
     host: str
+    home: str  # what tells hosts apart
     pid: int
     send: Callable[..., None]
     heard: float
@@ -99,18 +100,18 @@ class Hub:
 
     # What watchers say
 
-    def join(self, rank: int, host: str, pid: int, send: Callable[..., None]) -> None:
-        self.ranks[rank] = Seen(host, pid, send, time.monotonic())
+    def join(self, rank: int, host: str, home: str, pid: int, send: Callable[..., None]) -> None:
+        self.ranks[rank] = Seen(host, home, pid, send, time.monotonic())
         if self.verdict is not None:
             self._pass(self.verdict)
             return
-        peers = {r: (seen.host, seen.pid) for r, seen in self.ranks.items()}
+        peers = {r: (seen.host, seen.home, seen.pid) for r, seen in self.ranks.items()}
         if len(peers) == self.world:
             self._everybody(peers=peers)
-        elif 0 in self.ranks:
+        elif 0 in peers:
             send(peers={0: peers[0]})
-            if self.ranks[0].ended is not None and self.ranks[0].left:
-                send(left=True)
+        if 0 in peers and self.ranks[0].ended is not None and self.ranks[0].left:
+            send(left=True)
 
     def take(self, rank: int, said: dict[str, Any]) -> None:
         seen, now = self.ranks[rank], time.monotonic()
@@ -294,7 +295,7 @@ class Hub:
     def _word(self, fault: Fault) -> Verdict:
         seen = self.ranks[fault.rank]
         where = f" {seen.place}" if seen.place else ""
-        several = len({each.host for each in self.ranks.values()}) > 1
+        several = len({each.home for each in self.ranks.values()}) > 1
         host = f" ({seen.host})" if several else ""
         text = f"rank {fault.rank} of {self.world}{host} {fault.text}"
         if fault.kind != "diverged":  # which says it itself
