@@ -45,6 +45,7 @@ class Watch:
     def __init__(self, rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None:
         self._pid, self._stands = os.getpid(), stands
         self._verdict, self._hub_known = threading.Event(), threading.Event()
+        self.complete = threading.Event()  # the watchers of all ranks have met
         self._speaks = False  # the watcher leaves it to this rank to say what it raised
         self._lock = threading.Lock()
         self._store, self._key = store, _agree_key(store, world)
@@ -146,6 +147,9 @@ class Watch:
         with os.fdopen(os.dup(self._from), "r", encoding="utf-8") as lines:
             for line in lines:
                 word = line.strip()
+                if word == "complete":
+                    self.complete.set()
+                    continue
                 self._speaks = word == "speak"
                 if word == "end":
                     _flush()

@@ -259,8 +259,15 @@ class Watcher:
     def _join(self, host: str, port: int, token: str) -> None:
         try:
             door = socket.create_connection((host, port), timeout=GONE_S)
-        except OSError:
-            return  # nobody to tell; the rank's own errors stand
+        except ConnectionRefusedError:
+            return  # rank 0 has ended already
+        except OSError as error:
+            # A wall between the hosts, maybe, that lets only known ports pass. The job may live.
+            _say(
+                f"rank {self.rank} is not watched: its watcher cannot reach rank 0's at "
+                f"{host}:{port} ({error})"
+            )
+            return
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         door.setblocking(False)
         self._hub_heard = time.monotonic()
@@ -281,6 +288,8 @@ class Watcher:
         self._hub_heard = time.monotonic()
         if "peers" in said:
             self._peers = {int(rank): tuple(peer) for rank, peer in said["peers"].items()}
+            if len(self._peers) == self.world:
+                self._to_rank("complete")
         elif "say" in said:
             group, count = said["say"]
             self._tell(hash=[group, count, self._page.hash_at(self._groups[group][0], count)])
