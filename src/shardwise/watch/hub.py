@@ -17,10 +17,10 @@ from typing import Any
 from shardwise.watch.page import RUNS
 
 SETTINGS = "SHARDWISE_WATCHER"  # in the environment of a watcher: what it has to know
-TICK_S = 0.25  # how often watchers look and tell
+TICK_S = 0.5  # how often watchers look and tell
 HEART_S = 1.0  # how often they do at least
 GONE_S = 3.0  # silence after which a watcher, or its machine, is lost
-_STOPPED_S = 2.0  # stopped for so long while another rank runs
+_STOPPED_S = 1.5  # stopped for so long while another rank runs
 _SETTLE_S = 0.2
 _LOST_S = 1.0  # a rank has lost another: who, and why?
 _JOINING_S = 5.0  # ranks that rank 0 does not wait for may still be on their way

@@ -135,7 +135,7 @@ class Watcher:
         tick = time.monotonic()
         while True:
             settles = self.hub.settles if self.hub is not None else None
-            until = tick if settles is None else min(tick, settles)
+            until = min(tick, settles or tick, self._kill_at or tick)
             for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
                 key.data()
             now = time.monotonic()
@@ -169,6 +169,7 @@ class Watcher:
             if self._link is not None and now - self._hub_heard > GONE_S and self._verdict is None:
                 self._hub_lost(f"has been silent for {now - self._hub_heard:.1f} s")
         if self._kill_at is not None and now >= self._kill_at and self.ended is None:
+            self._kill_at = None
             os.kill(self._pid, signal.SIGKILL)
 
     def _is_over(self, now: float) -> bool:
