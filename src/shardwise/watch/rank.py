@@ -60,6 +60,8 @@ class Watch:
             "token": hub[2] if hub else None,
             "verdict": os.environ.get(VERDICT),
         }  # fmt: skip
+        if settings["verdict"]:
+            settings["verdict"] = os.path.abspath(os.environ[VERDICT])  # it works in /
         passed = [fd] if listener is None else [fd, listener.fileno()]
         # Its standard error is this rank's, for the one message; it closes it when the rank ends.
         self._process = subprocess.Popen(
