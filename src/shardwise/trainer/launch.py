@@ -5,7 +5,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -23,7 +22,10 @@ from typing import Any
 from shardwise import processor
 from shardwise.children import ChildFailed, describe_end
 from shardwise.errors import UserError
+from shardwise.watch import rank as watched
+from shardwise.watch.hub import LOST_PEER
 
+_LOOPBACK = "127.0.0.1"
 Target = str | Callable[..., None]  # "module:function", or the function itself
 
 # A rank that fails breaks its peers' connections within milliseconds, so after the first exit a
@@ -34,12 +36,21 @@ _LESS_MEMORY = (
     ": lower data.batch or data.seq, set model.checkpoint=nonreentrant, shard more "
     "(--plan zero3), or use a machine with more memory"
 )
-# How gloo, the store and NCCL say that another rank has gone.
-_LOST_PEER = re.compile(
-    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe"
-    r"|remote process exited|failed to recv|socket timeout",
-    re.IGNORECASE,
-)
+# Faults that a launcher does not see; of others it knows more than the watch.
+_ONLY_SEEN = ("stopped", "diverged", "lost", "early")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one start meet: at a port that other machines do not reach."""
+
+    rank: int
+    world: int
+    port: int
+    listener: socket.socket | None  # of rank 0, bound by the launcher, so that nobody takes it
+
+
+meeting: Meeting | None = None  # in a rank that `start_ranks` started
 
 
 class RankFailed(ChildFailed):
@@ -59,15 +70,15 @@ class _Failure:
     lost_peer: bool = False  # it complains that another rank has gone
     user_error: str | None = None
 
-    def order(self) -> tuple[bool, bool, float]:
-        """Sort the likely cause first.
+    def order(self) -> tuple[bool, bool, bool, float]:
+        """Sort the likely cause first; a rank that its watcher ended is none.
 
         A signal comes from outside the training, so it began what the peers then saw; but abort is
         how a communication library ends itself when a peer has gone. Time alone would not do: the
         first rank may close its connections, as it unwinds, before it can say that it failed.
         """
         killed = self.code < 0 and -self.code != signal.SIGABRT
-        return not killed, self.lost_peer, self.time
+        return self.code == watched.ENDED, not killed, self.lost_peer, self.time
 
 
 def joined() -> bool:
@@ -99,15 +110,21 @@ def start_ranks(target: Target, args: tuple[Any, ...], nproc: int, less_memory: 
     running.
     """
     processor.settle()
-    port, spawning = _free_port(), multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    spawning = multiprocessing.get_context("spawn")
+    with (
+        socket.create_server((_LOOPBACK, 0)) as listener,
+        tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
+    ):
         records = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
         processes: list[BaseProcess] = []
         try:
             for rank, record in enumerate(records):
-                task = rank, nproc, port, target, args, record
+                port: int = listener.getsockname()[1]
+                at = Meeting(rank, nproc, port, listener if rank == 0 else None)
+                task = at, target, args, record
                 processes.append(spawning.Process(target=_run_rank, args=task))
                 processes[-1].start()
+            listener.close()
             _wait(processes, records, less_memory)
         finally:
             _end(processes)
@@ -124,23 +141,26 @@ def _call(target: Target, args: tuple[Any, ...]) -> None:
 # In a rank
 
 
-def _run_rank(
-    rank: int, nproc: int, port: int, target: Target, args: tuple[Any, ...], record: Path
-) -> None:
+def _run_rank(at: Meeting, target: Target, args: tuple[Any, ...], record: Path) -> None:
     """Run the task; a rank that fails leaves a record of when and why."""
+    global meeting
+    meeting, nproc = at, at.world
     # Ctrl-C reaches the whole process group; the launcher alone answers it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        RANK=str(at.rank),
+        LOCAL_RANK=str(at.rank),
         WORLD_SIZE=str(nproc),
         LOCAL_WORLD_SIZE=str(nproc),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_ADDR=_LOOPBACK,
+        MASTER_PORT=str(at.port),
     )
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ[watched.VERDICT] = str(_verdict_beside(record))
     try:
         _call(target, args)
     except SystemExit as stop:
@@ -160,10 +180,12 @@ def _fail(record: Path, error: BaseException, code: int) -> None:
     said = {
         "time": time.monotonic(),
         "text": text,
-        "lost_peer": isinstance(error, ConnectionError) or bool(_LOST_PEER.search(str(error))),
+        "lost_peer": isinstance(error, ConnectionError) or bool(LOST_PEER.search(str(error))),
         "user_error": str(error) if isinstance(error, UserError) else None,
     }
     record.write_text(json.dumps(said), encoding="utf-8")
+    if watched.on is not None and not isinstance(error, SystemExit):
+        watched.on.raised(error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -195,9 +217,26 @@ def _wait(processes: list[BaseProcess], records: list[Path], less_memory: str) -
         for rank, (process, record) in enumerate(zip(processes, records, strict=True))
     ]
     first = min((failure for failure in failures if failure), key=_Failure.order)
+    seen = _read_verdict(records[0])
+    if seen["kind"] in _ONLY_SEEN:
+        raise RankFailed(seen["rank"], seen["text"])
     if first.user_error is not None:
         raise UserError(first.user_error)
-    raise RankFailed(first.rank, _explain(first, len(processes), less_memory))
+    where = f" {seen['place']}" if seen["place"] and seen["rank"] == first.rank else ""
+    raise RankFailed(first.rank, _explain(first, len(processes), less_memory, where))
+
+
+def _verdict_beside(record: Path) -> Path:
+    """Where the watch of all ranks leaves what it has seen."""
+    return record.with_name("verdict.json")
+
+
+def _read_verdict(record: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(_verdict_beside(record).read_text(encoding="utf-8"))
+    except OSError:
+        return {"kind": "", "place": ""}
+    return found
 
 
 def _read_failure(rank: int, code: int | None, record: Path) -> _Failure | None:
@@ -207,9 +246,9 @@ def _read_failure(rank: int, code: int | None, record: Path) -> _Failure | None:
     return _Failure(rank, code) if code else None
 
 
-def _explain(failure: _Failure, nproc: int, less_memory: str) -> str:
+def _explain(failure: _Failure, nproc: int, less_memory: str, where: str) -> str:
     who = f"rank {failure.rank} of {nproc}"
-    others = "; the other ranks were ended" if nproc > 1 else ""
+    others = f"{where}; the other ranks were ended" if nproc > 1 else ""
     if failure.text:
         return f"{who} failed{others}:\n{failure.text}"
     more = less_memory if failure.code == -signal.SIGKILL else ""
@@ -226,9 +265,3 @@ def _end(processes: list[BaseProcess]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
