@@ -186,7 +186,7 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     title = f"a checkpoint of {rows[0]['bytes'] / 1e6:.0f} MB, {facts['ranks']} ranks, ms"
     print_table(title, heads, lines, facts["environment"], ("way",), width=80)
     print(
-        "stall: how long an asynchronous save keeps the caller; behind: until it is on the\n"
-        "disk; GB/s: of save / of load, which finds the files in the page cache. Medians and\n"
-        "interquartile ranges."
+        "stall: how long an asynchronous save keeps the caller; behind: until it is on\n"
+        "the disk; GB/s: of save / of load, which finds the files in the page cache.\n"
+        "Medians and interquartile ranges."
     )
