@@ -101,23 +101,11 @@ def _save_all(root: str, ports: list[int]) -> None:
                     loss_sum(model(tokens), tokens).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                _settle_numbers(model, optimizer)
                 folder = f"{root}/{number}-{kind}"
                 sw.save(folder, model, optimizer, step=number)
                 whole = _whole(model, optimizer)
                 if dist.get_rank() == 0:
                     torch.save(whole, f"{folder}/whole.pt")
-
-
-def _settle_numbers(model: nn.Module, optimizer: Any) -> None:
-    """Give every rank rank 0's copies of what all keep whole. The sum of more than two ranks may
-    differ in its last bit from rank to rank; a checkpoint has one of them.
-    """
-    for parameter in model.parameters():
-        if parameter.dim() == 0:
-            for value in (parameter, *optimizer.state.get(parameter, {}).values()):
-                if isinstance(value, DTensor):
-                    dist.broadcast(value.to_local().detach(), src=0)
 
 
 def _whole(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -184,11 +172,13 @@ def _free_ports(count: int) -> list[int]:
 
 
 def test_real_worlds_load_what_others_saved(tmp_path: Path) -> None:
-    """41 pairs of layouts on 1 to 4 ranks, trained."""
+    """41 pairs of layouts on 1 to 4 ranks, trained. Of a 0-d parameter rank 0's copy is the one that
+    counts, for a checkpoint as for forward.
+    """
     ranks = Ranks(4)
     try:
-        ranks.run(_save_all, str(tmp_path), _free_ports(len(LAYOUTS)))
-        pairs = ranks.run(_load_all, str(tmp_path), _free_ports(len(LAYOUTS)))
+        ranks.run(_save_all, str(tmp_path), _free_ports(len(LAYOUTS)), timeout=240)
+        pairs = ranks.run(_load_all, str(tmp_path), _free_ports(len(LAYOUTS)), timeout=240)
     finally:
         ranks.stop()
     assert pairs[0] >= 40

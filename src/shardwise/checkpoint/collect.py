@@ -235,7 +235,9 @@ def _spread(
     for (key, box), ranks in holders.items():
         item = ITEM_BYTES[tensors[key][1]]
         for piece in cut_box(box, item):
-            if len(ranks) > 1:
+            # Of a 0-d parameter the first rank's copy is what all compute with: the others' may be
+            # off by the last bit, as a reduce-scatter sums each rank's part in another order.
+            if len(ranks) > 1 and piece.shape:
                 shared.append((piece.numel * item, key, piece, ranks))
             else:
                 written[ranks[0]] += piece.numel * item
