@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise import processor
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint import CheckpointError, load, save
     from shardwise.engine.api import exposed_seconds, local, shard
     from shardwise.engine.clip import clip_grad_norm
     from shardwise.engine.collectives import record
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CPUOffloadPolicy": "fsdp2",
+    "CheckpointError": "checkpoint",
     "DataParallelMeshDims": "fsdp2",
     "FSDPModule": "fsdp2",
     "MixedPrecisionPolicy": "fsdp2",
@@ -53,6 +55,7 @@ _HOMES = {
     "exposed_seconds": "engine.api",
     "full_state_dict": "engine.state",
     "fully_shard": "fsdp2",
+    "load": "checkpoint",
     "local": "engine.api",
     "materialize": "engine.state",
     "microbatches": "engine.engine",
@@ -62,6 +65,7 @@ _HOMES = {
     "register_fsdp_forward_method": "fsdp2",
     "replace_torch_fully_shard": "fsdp2",
     "report": "reporting.report",
+    "save": "checkpoint",
     "search": "predict.search",
     "shard": "engine.api",
     "sharded_step": "engine.grouped_step",
@@ -71,6 +75,7 @@ _HOMES = {
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointError",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
@@ -85,6 +90,7 @@ __all__ = [
     "exposed_seconds",
     "full_state_dict",
     "fully_shard",
+    "load",
     "local",
     "materialize",
     "microbatches",
@@ -94,6 +100,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replace_torch_fully_shard",
     "report",
+    "save",
     "search",
     "shard",
     "sharded_step",

@@ -214,9 +214,9 @@ class PerWorld(Generic[Value]):
 class Control:
     """The ranks of one group, by turns: each says a value, the first one puts them together."""
 
-    def __init__(self, store: Any, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, store: Any, ranks: tuple[int, ...], rank: int, about: str = "") -> None:
         self._store, self._size, self._rank = store, len(ranks), rank
-        self._prefix = f"shardwise/{'-'.join(map(str, ranks))}"
+        self._prefix = f"shardwise/{about}{'-'.join(map(str, ranks))}"
         self._turn = 0
         self._generation: int | None = None
 
@@ -237,6 +237,16 @@ class Control:
         if together[:1] == b"=":
             return [pickle.loads(together[1:]) for _ in range(self._size)]
         return [pickle.loads(each) for each in pickle.loads(together[1:])]
+
+    def part(self) -> None:
+        """The last word: the first rank, which may be the store's home, leaves after the others."""
+        turn = f"{self._prefix}/{self._generation}/{self._turn}/parting"
+        if self._rank:
+            self._store.set(f"{turn}/{self._rank}", b"")
+        else:
+            for rank in range(1, self._size):
+                self._store.get(f"{turn}/{rank}")
+                self._store.delete_key(f"{turn}/{rank}")
 
     def _put_together(self, turn: str, said: bytes) -> bytes:
         keys = [f"{turn}/{rank}" for rank in range(1, self._size)]

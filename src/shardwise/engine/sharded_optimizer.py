@@ -172,6 +172,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's pieces of these parameters, of those that it has one of."""
         return [self._pieces[i] for i in indices if i in self._pieces]
 
+    def share_of(self, i: int) -> tuple[torch.Tensor, slice | None, torch.Tensor | None]:
+        """The i-th parameter, which of its rows this rank steps, if any, and as which tensor."""
+        return self._parameters[i], self.shares[self.rank].get(i), self._pieces.get(i)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by parameter index, with the rows it covers."""
         state = {

@@ -120,7 +120,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> l
     for its own rows only.
     """
     if device is None:
-        device = _device_of(model)
+        device = device_of(model)
     made: dict[str, torch.Tensor] = {}
     emptied: dict[int, torch.Tensor] = {}  # a tied tensor is made once
     for prefix, module in model.named_modules():
@@ -151,7 +151,7 @@ def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return parameter
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cpu":
             return torch.device("cpu")

@@ -392,6 +392,17 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def give_memory(tensor: torch.Tensor, device: torch.device) -> None:
+    """Let a tensor on the meta device become one with memory of its own, under everybody who holds
+    it. Without it an optimizer that was made before would train nothing.
+    """
+    made = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, made)
+
+
 def completed(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose functional collective, if any, has ended. Without it tensor parallel gradients
     would be packed before they are there.
@@ -456,6 +467,43 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def shard_dim(placement: Placement) -> int | None:
     """The dim that a placement cuts, if it cuts one."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def local_indices(tensor: DTensor) -> list[range | list[int]] | None:
+    """Which indices of each dim of the whole the local tensor has; None outside of the mesh. Torch
+    tells where a shard begins, which is not all of a strided one that lies apart.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    found: list[range | list[int]] = [range(size) for size in tensor.shape]
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise ValueError(f"a DTensor of placements {tensor.placements} holds parts of sums")
+        dim = shard_dim(placement)
+        if dim is None:
+            continue
+        dim, ranks, own = dim % tensor.dim(), mesh.size(axis), found[dim]
+        if type(placement) is Shard:
+            rows = -(-len(own) // ranks)
+            found[dim] = own[rows * coordinate[axis] : rows * (coordinate[axis] + 1)]
+        else:
+            split, _ = placement._split_tensor(  # type: ignore[attr-defined]
+                torch.tensor(list(own)), ranks, with_padding=False, contiguous=False
+            )
+            found[dim] = split[coordinate[axis]].tolist()
+    return found
+
+
+def separate_store(store: Any) -> Any:
+    """Another connection to the same store, for another thread: a call that waits holds a
+    connection for itself. A store within this process has none to share.
+    """
+    try:
+        return store.clone()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return store
 
 
 def symmetric_all_gather(group: Any, backend: str) -> Any:
