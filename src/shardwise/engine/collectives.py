@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from shardwise.engine import marks, torch_private
 from shardwise.planning.memory import sent_bytes
+from shardwise.watch import rank as watched
+from shardwise.watch.page import RUNS, Track
 
 
 class Handle(Protocol):
@@ -166,6 +168,21 @@ class Group:
     def members(self) -> tuple[int, ...]:
         """The group's ranks in the world."""
         return tuple(dist.get_process_group_ranks(self.group))
+
+    @cached_property
+    def track(self) -> Track | None:
+        """Where the watch reads the order of this group's collectives; None if nobody watches."""
+        return self._find_track("")
+
+    @cached_property
+    def runs(self) -> Track | None:
+        """Where it reads the order in which units ran."""
+        return self._find_track(RUNS)
+
+    def _find_track(self, prefix: str) -> Track | None:
+        if watched.on is None or self.group is None or self.size == 1:
+            return None
+        return watched.on.track(f"{prefix}{self.group.group_name}", self.members)
 
     def groups_calls(self, device: torch.device) -> bool:
         """Whether a grouped call takes this device's tensors. gloo's does not, though its other

@@ -23,6 +23,8 @@ from shardwise.engine.unit import Unit
 from shardwise.planning.plan import Plan
 from shardwise.schedule.moments import Schedule
 from shardwise.schedule.policy import Policy
+from shardwise.watch import rank as watched
+from shardwise.watch.page import BACKWARD, FORWARD
 
 ENGINE_KEY = "_shardwise"  # on a sharded module: its engine, or what gives it
 Item = TypeVar("Item")
@@ -238,11 +240,19 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         recomputes = torch_private.inside_backward()
+        if watched.on is not None:
+            verb = BACKWARD if recomputes else FORWARD
+            watched.on.enter(verb, unit.name, self.mesh.shard.runs)
         if self.agreement.first_pass and not recomputes:
             self.agreement.check_unit(unit.name, len(self.schedule.forward_order.current))
         self.schedule.before_forward(unit, recomputes)
 
     # Backward
+
+    def before_backward(self, unit: Unit) -> None:
+        if watched.on is not None:
+            watched.on.enter(BACKWARD, unit.name, self.mesh.shard.runs)
+        self.schedule.before_backward(unit)
 
     def open_backward(self) -> None:
         if self.schedule.open_backward():
@@ -286,6 +296,8 @@ class Engine:
 
     def end_step(self, ran: bool) -> None:
         """The sums are complete: hang them on the parameters."""
+        if watched.on is not None:
+            watched.on.end_step()
         schedule = self.schedule
         if self.agreement.first or self.policy.needs_equal_use:
             ready = [unit.name for unit in schedule.current.ready]

@@ -20,6 +20,7 @@ from shardwise.engine import marks, torch_private
 from shardwise.engine.collectives import DONE, Buffer, Handle, allocate
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
+from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER
 
 if TYPE_CHECKING:
     from shardwise.engine.unit import Unit
@@ -139,6 +140,8 @@ class TensorExecutor:
     def gather(self, unit: Unit) -> None:
         p, lane, gather = unit.parameters, self.gathers, unit.next_gather
         unit.gathered_version = unit.version
+        if gather.group.track is not None:
+            gather.group.track.add(GATHER, unit.name)
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.
         if self.ordered or not gather.stages:
             p.buffer.allocate()
@@ -244,6 +247,8 @@ class TensorExecutor:
         if unit.shard_ranks == 1:
             return
         custom, group = options.custom_scatter, unit.mesh.scatter
+        if group.track is not None:
+            group.track.add(SCATTER, unit.name)
         with marked("reduce", unit.name), lane.inside:
             rows = gradients.sums
             if not into_sums or rows is None:
@@ -254,13 +259,15 @@ class TensorExecutor:
         reduction.lane, reduction.pending = lane, handle
 
     def all_reduce(self, reduction: TensorReduction) -> None:
-        unit, lane = reduction.unit, self.replicas
+        unit, lane, group = reduction.unit, self.replicas, reduction.unit.mesh.replicate
         self._crossed = True
+        if group.track is not None:
+            group.track.add(ALL_REDUCE, unit.name)
         if lane.stream is not None and not self.packs_on_compute(unit):
             assert self.scatters.stream is not None
             lane.stream.wait_stream(self.scatters.stream)
         with marked("reduce", unit.name), lane.behind_compute:
-            handle = self._order(unit.mesh.replicate.all_reduce(reduction.held.content))
+            handle = self._order(group.all_reduce(reduction.held.content))
         reduction.lane, reduction.pending = lane, handle
 
     def _order(self, handle: Handle) -> Handle | None:

@@ -247,7 +247,7 @@ class Node:
         if marks.on is not None:
             marks.on.turn(self._unit_name, "backward")
         for unit in self.units:
-            engine.schedule.before_backward(unit)
+            engine.before_backward(unit)
 
 
 def node_of(module: nn.Module) -> Node | None:

@@ -13,6 +13,7 @@ import atexit
 import functools
 import os
 import time
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from shardwise.engine.collectives import Group, PerWorld, control_of
 from shardwise.engine.torch_private import (
     DTensorSpec,
     completed,
+    default_store,
+    in_process,
     local_of,
     make_dtensor,
     make_spec,
@@ -34,6 +37,7 @@ from shardwise.engine.torch_private import (
 )
 from shardwise.planning.plan import Plan
 from shardwise.planning.rows import Rows
+from shardwise.watch import rank as watched
 
 AXES = ("replicate", "shard")
 
@@ -156,6 +160,7 @@ def groups_on(
     # What a process needs before its first sharded model: said or done once.
     warn_if_untested()
     rest_at_exit()
+    watch_ranks()
     if device.type == "cpu":
         processor.settle()
     replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
@@ -180,6 +185,22 @@ def unsharded(mesh: Mesh) -> Mesh:
     """Groups for what every rank keeps whole: summed over all ranks, and seen on the same mesh."""
     everyone = Group("all", dist.group.WORLD, dist.get_world_size(), dist.get_rank(), None)
     return Mesh(mesh.device, everyone, Group("shard", None, 1, 0, None), mesh.device_mesh)
+
+
+def watch_ranks() -> None:
+    """Let a process beside this rank watch it, where ranks are processes that need each other."""
+    world, backends = dist.group.WORLD, dist.get_backend_config().split(",")
+    real = any(backend.endswith(("gloo", "nccl")) for backend in backends)
+    store = default_store()
+    if world is None or dist.get_world_size() == 1 or not real or in_process(store):
+        return
+    reference = weakref.ref(world)
+    watched.begin(
+        dist.get_rank(),
+        dist.get_world_size(),
+        store,
+        lambda: dist.is_initialized() and dist.group.WORLD is reference(),
+    )
 
 
 # How launchers tell a process that it has company.

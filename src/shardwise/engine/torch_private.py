@@ -283,6 +283,13 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def in_process(store: Any) -> bool:
+    """Whether the ranks that met through this store are threads of one process."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.HashStore)
+
+
 # DTensors
 
 

@@ -5,7 +5,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -23,6 +22,8 @@ from typing import Any
 from shardwise import processor
 from shardwise.children import ChildFailed, describe_end
 from shardwise.errors import UserError
+from shardwise.watch import rank as watched
+from shardwise.watch.hub import LOST_PEER
 
 Target = str | Callable[..., None]  # "module:function", or the function itself
 
@@ -34,12 +35,8 @@ _LESS_MEMORY = (
     ": lower data.batch or data.seq, set model.checkpoint=nonreentrant, shard more "
     "(--plan zero3), or use a machine with more memory"
 )
-# How gloo, the store and NCCL say that another rank has gone.
-_LOST_PEER = re.compile(
-    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe"
-    r"|remote process exited|failed to recv|socket timeout",
-    re.IGNORECASE,
-)
+# Faults that a launcher does not see; of others it knows more than the watch.
+_ONLY_SEEN = ("stopped", "diverged", "lost", "early")
 
 
 class RankFailed(ChildFailed):
@@ -59,15 +56,15 @@ class _Failure:
     lost_peer: bool = False  # it complains that another rank has gone
     user_error: str | None = None
 
-    def order(self) -> tuple[bool, bool, float]:
-        """Sort the likely cause first.
+    def order(self) -> tuple[bool, bool, bool, float]:
+        """Sort the likely cause first; a rank that its watcher ended is none.
 
         A signal comes from outside the training, so it began what the peers then saw; but abort is
         how a communication library ends itself when a peer has gone. Time alone would not do: the
         first rank may close its connections, as it unwinds, before it can say that it failed.
         """
         killed = self.code < 0 and -self.code != signal.SIGABRT
-        return not killed, self.lost_peer, self.time
+        return self.code == watched.ENDED, not killed, self.lost_peer, self.time
 
 
 def joined() -> bool:
@@ -141,6 +138,7 @@ def _run_rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    os.environ[watched.VERDICT] = str(_verdict_beside(record))
     try:
         _call(target, args)
     except SystemExit as stop:
@@ -160,10 +158,12 @@ def _fail(record: Path, error: BaseException, code: int) -> None:
     said = {
         "time": time.monotonic(),
         "text": text,
-        "lost_peer": isinstance(error, ConnectionError) or bool(_LOST_PEER.search(str(error))),
+        "lost_peer": isinstance(error, ConnectionError) or bool(LOST_PEER.search(str(error))),
         "user_error": str(error) if isinstance(error, UserError) else None,
     }
     record.write_text(json.dumps(said), encoding="utf-8")
+    if watched.on is not None and not isinstance(error, SystemExit):
+        watched.on.raised(error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -195,9 +195,26 @@ def _wait(processes: list[BaseProcess], records: list[Path], less_memory: str) -
         for rank, (process, record) in enumerate(zip(processes, records, strict=True))
     ]
     first = min((failure for failure in failures if failure), key=_Failure.order)
+    seen = _read_verdict(records[0])
+    if seen["kind"] in _ONLY_SEEN:
+        raise RankFailed(seen["rank"], seen["text"])
     if first.user_error is not None:
         raise UserError(first.user_error)
-    raise RankFailed(first.rank, _explain(first, len(processes), less_memory))
+    where = f" {seen['place']}" if seen["place"] and seen["rank"] == first.rank else ""
+    raise RankFailed(first.rank, _explain(first, len(processes), less_memory, where))
+
+
+def _verdict_beside(record: Path) -> Path:
+    """Where the watch of all ranks leaves what it has seen."""
+    return record.with_name("verdict.json")
+
+
+def _read_verdict(record: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(_verdict_beside(record).read_text(encoding="utf-8"))
+    except OSError:
+        return {"kind": "", "place": ""}
+    return found
 
 
 def _read_failure(rank: int, code: int | None, record: Path) -> _Failure | None:
@@ -207,9 +224,9 @@ def _read_failure(rank: int, code: int | None, record: Path) -> _Failure | None:
     return _Failure(rank, code) if code else None
 
 
-def _explain(failure: _Failure, nproc: int, less_memory: str) -> str:
+def _explain(failure: _Failure, nproc: int, less_memory: str, where: str) -> str:
     who = f"rank {failure.rank} of {nproc}"
-    others = "; the other ranks were ended" if nproc > 1 else ""
+    others = f"{where}; the other ranks were ended" if nproc > 1 else ""
     if failure.text:
         return f"{who} failed{others}:\n{failure.text}"
     more = less_memory if failure.code == -signal.SIGKILL else ""
