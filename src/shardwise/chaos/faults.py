@@ -13,6 +13,8 @@ TRAINING = ("forward", "backward", "step", "evaluation")
 SAVING = ("save", "asynchronous save")
 EVERYWHERE = (*TRAINING, *SAVING, "load")
 
+STRATEGIES = ("zero3", "zero2", "zero1", "ddp", "hsdp")
+
 # What is to become of a job. After every one of them: no process of it is alive, and what is on the
 # disk loads to exactly a state that was saved, the last committed one.
 ENDS = "ends"  # all ranks end in time, with a message that names rank and cause
@@ -37,6 +39,9 @@ class Kind:
     hosts: bool = False  # ranks on two hosts: network namespaces
     disk: bool = False  # the checkpoints are on a small file system of their own
     jobs: int = 1
+    damages: bool = False  # the newest checkpoint stays damaged
+    strategies: tuple[str, ...] = STRATEGIES
+    steps: tuple[int, ...] = tuple(range(1, LAST + 1))
     older: bool = False  # what the job then loads is not its newest checkpoint, but the one before
 
 
@@ -60,7 +65,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("exit", "sys.exit, with code 3 or 0", EVERYWHERE, ENDS,
          (_WHO + r"(exited with code 3|ended \(its program was over\))",), 2),
     # A rank goes on, or could.
-    Kind("stop", "SIGSTOP", EVERYWHERE, ENDS, (_WHO + r"is stopped \(SIGSTOP",), 1),
+    Kind("stop", "SIGSTOP", EVERYWHERE, ENDS, (_WHO + r"was stopped \(SIGSTOP",), 1),
     Kind("pause", "SIGSTOP, and SIGCONT 0.8 s later", (*TRAINING, *SAVING), CONTINUES),
     Kind("slow", "4 s of sleep", EVERYWHERE, CONTINUES, weight=0.5),
     Kind("lock held", "4 s in a call that keeps the interpreter's lock", EVERYWHERE, CONTINUES,
@@ -74,10 +79,14 @@ KINDS: tuple[Kind, ...] = (
          hosts=True),
     # Ranks disagree.
     Kind("plan", "a rank shards by another plan", ("shard",), ENDS, (r"rank {rank}\b",)),
+    # Only where each block is gathered by itself do ranks meet in it.
     Kind("order", "two equal blocks change places in one step", ("forward",), ENDS,
-         (_WHO + "runs another order", r"unit blocks\.\d"), 1),
+         (_WHO + "runs another order", r"unit blocks\.\d"), 1, strategies=("zero3",),
+         steps=(2, 3, 4, 5)),
+    Kind("first order", "two equal blocks change places in the first step", ("forward",), ENDS,
+         (r"rank {rank}\b", r"blocks\.\d"), 1, strategies=("zero3",), steps=(1,)),
     Kind("left out", "a block is left out in one step", ("forward",), ENDS,
-         (_WHO, r"unit blocks\.\d"), 1),
+         (_WHO, r"unit blocks\.\d"), 1, strategies=("zero3",), steps=(2, 3, 4, 5)),
     # A save fails.
     Kind("disk full", "ENOSPC at a write, of which half may have gone", SAVING, REFUSED,
          (_REFUSED, _FILE, "No space left on device"), 3),
@@ -91,12 +100,13 @@ KINDS: tuple[Kind, ...] = (
     Kind("power cut", "all ranks are killed at once, somewhere in a save", SAVING, DIES, (), 4),
     Kind("two jobs", "another job saves into the same folder", SAVING, CONTINUES, (), 1, jobs=2),
     # What was saved is damaged.
-    Kind("flipped byte", "in a file of data", ("load",), REFUSED, (_SHARD,), 3, older=True),
+    Kind("flipped byte", "in a file of data", ("load",), REFUSED, (_SHARD,), 3, older=True, damages=True),
     Kind("flipped manifest", "a byte of manifest.json", ("load",), REFUSED,
-         (r"manifest\.json",), 3, older=True),
+         (r"manifest\.json",), 3, older=True, damages=True),
     Kind("truncated", "a file loses its end", ("load",), REFUSED,
-         (_SHARD + r"|manifest\.json",), 3, older=True),
-    Kind("deleted shard", "a file of data", ("load",), REFUSED, (_SHARD,), 2, older=True),
+         (_SHARD + r"|manifest\.json",), 3, older=True, damages=True),
+    Kind("deleted shard", "a file of data", ("load",), REFUSED, (_SHARD,), 2, older=True,
+         damages=True),
     Kind("deleted manifest", "so that it is no checkpoint", ("load",), CONTINUES, (), 1,
          older=True),
     Kind("stale pointer", "`latest` names the checkpoint before", ("load",), CONTINUES, (), 1),
@@ -154,13 +164,13 @@ def draw(seed: int, count: int, kinds: Sequence[Kind]) -> list[Fault]:
 
 def _draw_one(number: int, kind: Kind, place: str, chooser: random.Random) -> Fault:
     world = 2 if kind.hosts else chooser.choices((2, 3, 4), (80, 10, 10))[0]
-    strategies = ("zero3", "zero2", "zero1", "ddp") + (("hsdp",) if world == 4 else ())
+    strategies = [name for name in kind.strategies if name != "hsdp" or world == 4]
     if place in SAVING:
         step = chooser.choice(SAVES)
     elif place == "evaluation":
         step = EVALUATED
     else:
-        step = chooser.randint(1, LAST)
+        step = chooser.choice(kind.steps)
     return Fault(
         number=number,
         kind=kind.name,

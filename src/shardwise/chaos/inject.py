@@ -379,6 +379,7 @@ WAYS: dict[str, Callable[[Injector], None]] = {
     "short write": _shorten,
     "permission": _forbid,
     "power cut": _cut_power,
+    "two jobs": lambda injector: None,  # the other one is there all the time
     **DAMAGES,
 }
 # Struck in a load by another thread, at some moment of it.

@@ -139,8 +139,14 @@ def _check_disk(fault: Fault, kind: Kind, ended: Ended, disk: dict[str, Any]) ->
     """What a new program finds: the last committed state, or the one that was just being saved."""
     if "failed" in disk:
         return [f"what is on the disk cannot be used: {disk['failed']}"]
-    wrong = [f"on the disk: {problem}" for problem in disk["problems"]]
-    wrong += [f"on the disk: {text}" for text in disk["refused"]]
+    wrong = []
+    damaged = ["step-00000004"] if kind.damages else []
+    if list(disk["problems"]) != damaged:
+        wrong.append(f"damaged are {disk['problems']}, expected {damaged}")
+    if disk["refused"]:
+        wrong.append(f"the newest does not load: {disk['refused']}")
+    if disk["step"] is not None and not disk.get("finite"):
+        wrong.append("no finite checkpoint is left")
     journal = _journal(ended)
     saved = max((line["step"] for lines in ended.records for line in lines
                  if line["what"] == "saved"), default=None)  # fmt: skip

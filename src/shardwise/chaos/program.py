@@ -119,14 +119,39 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
 
 def hash_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> str:
     """Of the whole state, a collective call; or of what this rank holds."""
+    state = {name: _bytes_of(value) for name, value in sorted(state_of(model, optimizer))}
+    group = _shard_group(model) if whole else None
+    if group is not None:
+        cut = {name for name, value in state_of(model, optimizer) if _is_cut(value)}
+        parts: list[dict[str, bytes]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(parts, {name: state[name] for name in cut}, group)
+        # Rows of a contiguous tensor, one rank's after the other's.
+        state |= {name: b"".join(part[name] for part in parts) for name in cut}
     digest = hashlib.blake2b(digest_size=12)
-    for name, value in sorted(state_of(model, optimizer)):
-        if isinstance(value, DTensor):
-            value = value.full_tensor() if whole else value.to_local()
-        if isinstance(value, torch.Tensor):
-            value = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        digest.update(f"{name}:".encode() + (value if isinstance(value, bytes) else repr(value).encode()))
+    for name, value in state.items():
+        digest.update(f"{name}:{len(value)}:".encode() + value)
     return digest.hexdigest()
+
+
+def _bytes_of(value: Any) -> bytes:
+    value = value.to_local() if isinstance(value, DTensor) else value
+    if not isinstance(value, torch.Tensor):
+        return repr(value).encode()
+    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(each.is_shard() for each in value.placements)
+
+
+def _shard_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """Of the ranks that together hold the model, each its rows; None if each holds all of it."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            for axis, placement in enumerate(parameter.placements):
+                if placement.is_shard():
+                    return parameter.device_mesh.get_group(axis)
+    return None
 
 
 class Training:
@@ -252,7 +277,7 @@ def read_disk(root: Path, answer: Path) -> None:
     refused before it, and whether it can save there.
     """
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"step": None, "hash": None, "refused": [], "problems": []}
+    found: dict[str, Any] = {"step": None, "hash": None, "refused": [], "problems": {}}
     paths = checkpoint.all_of(root) if root.exists() else []
     for path in [root, *paths] if paths else []:
         model, optimizer = build(seed=99)
@@ -264,9 +289,10 @@ def read_disk(root: Path, answer: Path) -> None:
         found |= {"step": loaded.step, "hash": hash_state(model, optimizer)}
         break
     for path in paths:
-        manifest = checkpoint.Manifest.read(path)
-        found.setdefault("finite", {})[manifest.step] = manifest.finite
-        found["problems"] += checkpoint.verify(path)
+        if problems := checkpoint.verify(path):
+            found["problems"][Path(path).name] = problems
+        elif checkpoint.Manifest.read(path).finite:
+            found["finite"] = True
     model, optimizer = build(seed=98)
     sw.save(str(root), model, optimizer, step=99)
     again, optimizer_again = build(seed=97)

@@ -86,16 +86,13 @@ def _tell(row: Row, done: int, total: int, began: float) -> None:
         print(progress, file=sys.stderr, flush=True)
 
 
-def compare_states(rows: list[Row]) -> None:
+def compare_states(rows: Sequence[Row]) -> None:
     """Jobs of one strategy, world and seed that come to their last step come to one state."""
-    ends: dict[tuple[Any, ...], Counter[str]] = {}
+    ends: dict[tuple[Any, ...], str] = {}
     alike = [row for row in rows if row.get("state") and row["kind"] != "nonfinite"]
-    for row in alike:
+    for row in sorted(alike, key=lambda row: (bool(row["wrong"]), row["kind"] != "none")):
         key = row["strategy"], row["world"], row["seed"]
-        ends.setdefault(key, Counter())[row["state"]] += 1
-    for row in alike:
-        states = ends[row["strategy"], row["world"], row["seed"]]
-        if row["state"] != states.most_common(1)[0][0]:
+        if ends.setdefault(key, row["state"]) != row["state"]:
             row["wrong"].append("it trained to another state than other jobs of its kind")
             row["wrong_load"] = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -25,6 +26,8 @@ from shardwise.chaos.judge import Row, judge
 
 _NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE, MS_REC
 _DISK_BYTES = 2**20
+# What every rank would import by itself when it first needs it.
+_PRELOADED = ("torch._dynamo", "shardwise.fsdp2", "shardwise.engine.clip")
 
 
 class Slot:
@@ -99,6 +102,8 @@ def run_fault(fault: Fault, base: Path, hosts: Hosts, disk: Path) -> Row:
 
 def run_faults(faults: Sequence[Fault], slots: int) -> Iterator[Row]:
     """The rows, as they come."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
     base = Path(tempfile.mkdtemp(prefix="shardwise-chaos-", dir=_memory()))
     gc.freeze()
     pool = [Slot(base, number) for number in range(min(slots, len(faults)))]
@@ -119,6 +124,7 @@ def run_faults(faults: Sequence[Fault], slots: int) -> Iterator[Row]:
     finally:
         for slot in pool:
             slot.end()
+        gc.unfreeze()
         shutil.rmtree(base, ignore_errors=True)
 
 
