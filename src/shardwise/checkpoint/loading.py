@@ -269,8 +269,9 @@ class Loading:
         renamed = self._saved_names(saved)
         for number, (group, kept) in enumerate(zip(groups, saved.param_groups, strict=False)):
             known = set(kept.params)
-            for name, _ in group:
-                if renamed.get(name, name) not in known:
+            for name, parameter in group:
+                # One that is not trained has no state, and may be in an optimizer or not.
+                if parameter.requires_grad and renamed.get(name, name) not in known:
                     found.loose.append(
                         f"optimizer: {name} is not in group {number} of the checkpoint"
                     )

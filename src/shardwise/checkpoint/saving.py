@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise import __version__
 from shardwise.checkpoint.collect import (
     Assignment,
     Share,
@@ -160,6 +159,11 @@ def check_alike(said: Sequence[Said]) -> list[int]:
     return [digests.index(digest) for digest in digests]
 
 
+def assign_pieces(said: Sequence[Said]) -> Assignment:
+    firsts = check_alike(said)
+    return assign([each.table_without_repeats(i, firsts) for i, each in enumerate(said)])
+
+
 @dataclass(frozen=True)
 class Begun:
     """A checkpoint that is not there yet: what it is called now, and what it will be."""
@@ -172,6 +176,26 @@ class Begun:
 def begin(storage: Storage, step: int) -> Begun:
     name = storage.free_name(step)
     return Begun(storage.begin(name), name, storage.next_serial())
+
+
+def save_shares(path: str | os.PathLike[str], shares: Sequence[Share], step: int = 0) -> str:
+    """A checkpoint of every rank's share, written by this process alone; its folder."""
+    storage, order = storage_of(path), Order(os.fspath(path), step, None, False)
+    said = [Said(order, share.table, replace(share, held=[])) for share in shares]
+    assignment = assign_pieces(said)
+    begun = begin(storage, step)
+    try:
+        written = [
+            write_part(storage, begun.temporary, rank, find_sources(share, assignment, rank))
+            for rank, share in enumerate(shares)
+        ]
+        manifest = make_manifest(said, assignment, written, begun.serial)
+        name = storage.commit(begun.temporary, begun.name, manifest.to_text().encode())
+    except BaseException:
+        storage.abandon(begun.temporary)
+        raise
+    storage.point(name)
+    return storage.join(name)
 
 
 def make_manifest(
@@ -204,7 +228,7 @@ def make_manifest(
         extra_of=tuple(distinct.index(i) for i in firsts),
         random=tuple(s.random for s in shares) if shares[0].random is not None else (),
         modules={name: tree for share in shares for name, tree in share.modules.items()},
-        versions={"torch": torch.__version__, "shardwise": __version__},
+        versions={"torch": torch.__version__, "shardwise": sys.modules["shardwise"].__version__},
         serial=serial,
     )
 
@@ -331,9 +355,9 @@ def save(
         return Said(order, own[0].table, replace(own[0], held=[]))
 
     said = ranks.agree(doing, say)
-    storage, firsts = storage_of(path), check_alike(said)
+    storage = storage_of(path)
     # What follows from what all have said is the same on all, its errors too.
-    assignment = assign([each.table_without_repeats(i, firsts) for i, each in enumerate(said)])
+    assignment = assign_pieces(said)
     sources = find_sources(own[0], assignment, ranks.rank if len(said) > 1 else 0)
     begun = ranks.first(doing, lambda: begin(storage, step))
     saving = Saving(storage.join(begun.name))

@@ -234,9 +234,11 @@ class Folder(Storage):
             os.close(descriptor)
 
     def write(self, name: str, file: str, buffers: Iterable[Any]) -> None:
-        path = self._at(name, file)
+        self._write_durably(self._at(name, file), buffers, os.O_EXCL)
+
+    def _write_durably(self, path: str, buffers: Iterable[Any], how: int) -> None:
         _tell("create", path)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o644)
         try:
             for buffer in buffers:
                 _tell("write", path)
@@ -266,24 +268,11 @@ class Folder(Storage):
         return name
 
     def point(self, name: str) -> None:
-        temporary = f".{LATEST}-{secrets.token_hex(4)}"
-        path = self._at(temporary)
-        try:
-            _tell("create", path)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            try:
-                _tell("write", path)
-                os.write(descriptor, f"{name}\n".encode())
-                _tell("fsync", path)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            _tell("rename", self._at(LATEST))
-            os.rename(path, self._at(LATEST))
-        except OSError:
-            if os.path.exists(path):
-                os.unlink(path)
-            raise
+        # Always the same name: what a dead process left is written over.
+        path = self._at(f".{LATEST}")
+        self._write_durably(path, [f"{name}\n".encode()], os.O_TRUNC)
+        _tell("rename", self._at(LATEST))
+        os.rename(path, self._at(LATEST))
         _sync_folder(self.root)
 
     def remove(self, name: str) -> None:
