@@ -189,10 +189,9 @@ def unsharded(mesh: Mesh) -> Mesh:
 
 def watch_ranks() -> None:
     """Let a process beside this rank watch it, where ranks are processes that need each other."""
-    world, backends = dist.group.WORLD, dist.get_backend_config().split(",")
-    real = any(backend.endswith(("gloo", "nccl")) for backend in backends)
-    store = default_store()
-    if world is None or dist.get_world_size() == 1 or not real or in_process(store):
+    world, store = dist.group.WORLD, default_store()
+    unreal = dist.get_backend() in ("fake", "threaded") or in_process(store)
+    if world is None or dist.get_world_size() == 1 or unreal:
         return
     reference = weakref.ref(world)
     watched.begin(

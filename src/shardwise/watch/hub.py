@@ -18,9 +18,11 @@ from shardwise.watch.page import RUNS
 
 SETTINGS = "SHARDWISE_WATCHER"  # in the environment of a watcher: what it has to know
 TICK_S = 0.25  # how often watchers look and tell
+HEART_S = 1.0  # how often they do at least
 GONE_S = 3.0  # silence after which a watcher, or its machine, is lost
 _STOPPED_S = 2.0  # stopped for so long while another rank runs
 _SETTLE_S = 0.2
+_LOST_S = 1.0  # a rank has lost another: who, and why?
 _LEAVING_S = 1.5  # ranks that exit by agreement do it within this time
 _EARLY_S = 1.0  # a rank has ended and others wait for it
 _WAITING_S = 30.0  # after which a rank that never comes is named, and nobody is ended
@@ -91,6 +93,7 @@ class Hub:
         self._faults: dict[int, Fault] = {}
         self.settles: float | None = None
         self.verdict: Verdict | None = None
+        self._decided = self._heart_at = 0.0
         self._noticed = False
 
     # What watchers say
@@ -107,6 +110,8 @@ class Hub:
         seen.heard = now
         if "beat" in said:
             self._count(seen, said["beat"], now)
+            if self.settles is not None:
+                self._ask_for_hashes()
         elif "group" in said:
             group, ranks = said["group"]
             self.groups[group] = ranks
@@ -124,6 +129,8 @@ class Hub:
             seen.leaves = seen.leaves or ended["leaves"]
             self._count(seen, ended["counts"], now)
             self._suspect(rank, now)
+            if rank == 0 and seen.left:
+                self._everybody(left=True)
         elif "hash" in said:
             self._compare(rank, *said["hash"])
         elif "entries" in said:
@@ -142,15 +149,18 @@ class Hub:
 
     # What follows
 
-    @property
-    def is_over(self) -> bool:
-        return not any(seen.connected for rank, seen in self.ranks.items() if rank != 0)
+    def is_over(self, now: float) -> bool:
+        """Nobody is left to tell, or nobody who can be reached."""
+        told = self.verdict is not None and now - self._decided > GONE_S
+        return told or not any(seen.connected for rank, seen in self.ranks.items() if rank != 0)
 
     def tick(self, now: float, late: bool) -> None:
         """Look at everybody, and decide when a fault has settled."""
         if self.verdict is not None:
             return
-        self._everybody(tick=True)
+        if now >= self._heart_at:
+            self._heart_at = now + HEART_S
+            self._everybody(tick=True)
         for rank, seen in self.ranks.items():
             if late:
                 seen.heard = now
@@ -191,7 +201,7 @@ class Hub:
         for group, ranks in self.groups.items():
             for other in ranks:
                 peer = self.ranks.get(other)
-                if rank not in ranks or peer is None or peer.ended is not None:
+                if group not in seen.counts or peer is None or peer.ended is not None:
                     continue
                 if peer.counts.get(group, 0) > seen.counts.get(group, 0):
                     if now - max(peer.moved, seen.ended or now) > _EARLY_S:
@@ -209,9 +219,12 @@ class Hub:
             if seen.leaves is not None and not seen.leaves["world"]:
                 return
             said = seen.raised
-            lost = LOST_PEER.search(said["said"]) is not None
-            order = 6 if lost else 5 if said["type"] == "KeyboardInterrupt" else 2
-            self._fault(rank, order, "raised", "failed", said["text"])
+            if said["type"] == "KeyboardInterrupt":
+                self._fault(rank, 5, "raised", "was interrupted (Ctrl-C, or SIGINT)")
+            else:
+                lost = LOST_PEER.search(said["said"]) is not None
+                settle = _LOST_S if lost else _SETTLE_S  # the other's watcher may be a bit late
+                self._fault(rank, 6 if lost else 2, "raised", "failed", said["text"], settle)
         elif seen.ended is not None and not seen.left and seen.code != 0:
             if seen.code is None:
                 text = (
@@ -236,12 +249,13 @@ class Hub:
         if self.verdict is None and (known is None or order < known.order):
             self._faults[rank] = Fault(order, now, kind, rank, text, more)
             self.settles = min(self.settles or now + settle, now + settle)
-            self._ask_for_hashes()
+            self._everybody(count=True)  # fresh ones, to find orders that parted just now
 
     def _decide(self, now: float) -> None:
         """Name the fault that began it, and end all ranks; unless all have ended alike, by what
         somebody asked of all of them.
         """
+        self._decided = now
         first = min(self._faults.values(), key=lambda fault: (fault.order, fault.time))
         first = self._blame_early_end(first)
         everybody = list(self.ranks.values())
@@ -250,10 +264,6 @@ class Hub:
         if all_ended and alike and first.kind in ("killed", "exited"):
             self.verdict = Verdict(first.kind, first.rank, "")  # whoever did it knows
             return
-        if first.order == 5 and first.kind == "raised":  # Ctrl-C
-            self._everybody(speak=True)
-            self.verdict = Verdict(first.kind, first.rank, "")
-            return
         self._pass(self._word(first))
 
     def _blame_early_end(self, first: Fault) -> Fault:
@@ -261,7 +271,7 @@ class Hub:
         if first.order != 6:
             return first
         for rank, seen in self.ranks.items():
-            if seen.ended is not None and seen.left:
+            if seen.left:
                 text = (
                     f"ended (its program was over) while rank {first.rank} went on, which then "
                     "lost it in a collective"

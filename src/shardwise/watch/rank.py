@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(self, rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None:
         self._pid, self._stands = os.getpid(), stands
-        self._raised, self._verdict = False, threading.Event()
+        self._verdict = threading.Event()
         self._speaks = False  # the watcher leaves it to this rank to say what it raised
         self._lock = threading.Lock()
         self._store, self._key = store, _agree_key(store, world)
@@ -123,20 +123,19 @@ class Watch:
         """
         if os.getpid() != self._pid or not self._stands():
             return False
-        self._raised, name = True, type(error).__name__
+        name = type(error).__name__
         text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         self._tell(raised={"type": name, "said": f"{name}: {error}"[:2000], "text": _cut(text)})
         return self._verdict.wait(_PATIENCE_S) and not self._speaks
 
     def _leave(self) -> None:
-        if os.getpid() == self._pid:
-            self._tell(leaves={"world": self._stands(), "raised": self._raised})
+        self._tell(leaves={"world": self._stands()})
 
     def stop(self) -> None:
         """From now on, however this rank ends, it is nobody's fault."""
         if sys.excepthook == self._before_end:
             sys.excepthook = self._outer_hook
-        self._tell(leaves={"world": False, "raised": False})
+        self._tell(leaves={"world": False})
 
     # The watcher's words
 
@@ -168,7 +167,9 @@ class Watch:
             self._store = None
 
     def _tell(self, **said: Any) -> None:
-        """One line to the watcher; nothing if it has gone."""
+        """One line to the watcher; nothing if it has gone, nor from a forked child."""
+        if os.getpid() != self._pid:
+            return
         data = (json.dumps(said) + "\n").encode()
         with self._lock:
             while data:
@@ -226,12 +227,11 @@ def _is_local(world: int, store: Any) -> bool:
 def _listen(local: bool) -> tuple[socket.socket, tuple[str, int, str]]:
     """The hub's door: its socket; its address for the others, and what they have to say there."""
     address = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or socket.gethostname()
-    listener = socket.socket()
     try:
-        listener.bind((address, 0))
-    except OSError:  # a name that others resolve to a way here
-        listener.bind(("0.0.0.0", 0))
-    listener.listen(1024)
+        family, _, _, _, at = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(at[:2], family=family, backlog=1024)
+    except OSError:  # a name that only the others resolve, to a way here
+        listener = socket.create_server(("", 0), backlog=1024)
     return listener, (address, listener.getsockname()[1], secrets.token_hex(16))
 
 

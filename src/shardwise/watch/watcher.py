@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.watch.hub import GONE_S, SETTINGS, TICK_S, Hub, Verdict
+from shardwise.watch.hub import GONE_S, HEART_S, SETTINGS, TICK_S, Hub, Verdict
 from shardwise.watch.page import Reader
 
 _FORCE_S = 0.3  # from asking a rank to end to killing it
@@ -38,8 +38,9 @@ class Link:
         watcher.selector.register(file, selectors.EVENT_READ, self.read)
 
     def send(self, **said: Any) -> None:
-        self._out += (json.dumps(said) + "\n").encode()
-        self.flush()
+        if self.open:
+            self._out += (json.dumps(said) + "\n").encode()
+            self.flush()
 
     def flush(self) -> None:
         """Send what the other side takes now; the rest goes with the next tick."""
@@ -51,11 +52,17 @@ class Link:
         except OSError:
             self.close()
 
-    def read(self) -> None:
+    def drain(self) -> None:
+        """Read all that has come."""
+        while self.open and self.read():
+            pass
+
+    def read(self) -> bool:
+        """Take what has come; false if nothing had."""
         try:
             data = os.read(self.file.fileno(), 1 << 16)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:
             data = b""
         *lines, self._in = (self._in + data).split(b"\n")
@@ -64,6 +71,7 @@ class Link:
                 self._read_line(line)
         if not data or len(self._in) > 1 << 22:
             self.close()
+        return bool(data)
 
     def _read_line(self, line: bytes) -> None:
         try:
@@ -102,8 +110,11 @@ class Watcher:
         self._kill_at: float | None = None
         self._hub_heard = time.monotonic()
         self._link: Link | None = None
+        self._hub_left = False  # rank 0 came to its end; its watcher stays for the others
         self._peers: dict[int, tuple[str, int]] = {}  # of each rank: host, process
-        Link(self, os.fdopen(0, "rb", buffering=0), self._from_rank)
+        os.set_blocking(0, False)
+        self._words = Link(self, os.fdopen(0, "rb", buffering=0), self._from_rank)
+        self._beat_at = 0.0
         self._pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
             try:
@@ -149,14 +160,17 @@ class Watcher:
             self._look_if_stopped()
         if self._link is not None:
             moved = self._counts()
-            self._link.send(beat=moved)
-            if now - self._hub_heard > GONE_S and self._verdict is None:
+            if moved or now >= self._beat_at:
+                self._beat_at = now + HEART_S
+                self._link.send(beat=moved)
+            self._link.flush()
+            if self._link is not None and now - self._hub_heard > GONE_S and self._verdict is None:
                 self._hub_lost(f"has been silent for {now - self._hub_heard:.1f} s")
         if self._kill_at is not None and now >= self._kill_at and self.ended is None:
             os.kill(self._pid, signal.SIGKILL)
 
     def _is_over(self, now: float) -> bool:
-        if self.ended is None or (self.hub is not None and not self.hub.is_over):
+        if self.ended is None or (self.hub is not None and not self.hub.is_over(now)):
             return False
         calm = self._link is None or self._leaves is not None
         return calm or self._verdict is not None or now - self.ended > _LINGER_S
@@ -176,11 +190,12 @@ class Watcher:
         if self.ended is not None:
             return
         self.ended = time.monotonic()
+        self._words.drain()
         if self._pidfd is not None:
             self.selector.unregister(self._pidfd)
         code = _exit_code(self._pid, self._pidfd)
-        self._tell(ended={"code": code, "leaves": self._leaves, "place": self._page.place,
-                          "counts": self._counts()})  # fmt: skip
+        place, counts = self._page.place, self._counts()
+        self._tell(ended={"code": code, "leaves": self._leaves, "place": place, "counts": counts})
         if self._leaves is not None or self._verdict is not None:
             os.dup2(_NO_ONE, 2)
 
@@ -202,6 +217,8 @@ class Watcher:
         elif "hub" in said:
             self._join(*said["hub"])
         elif "raised" in said:
+            if self._link is None:
+                self._to_rank("speak")
             self._tell(raised={**said["raised"], "place": self._page.place})
         elif "leaves" in said:
             self._leaves = said["leaves"]
@@ -263,8 +280,10 @@ class Watcher:
             self._end(Verdict(**said["verdict"]), said["printer"], self.rank in said["own"])
         elif "notice" in said:
             _say(said["notice"])
-        elif "speak" in said:
-            self._to_rank("speak")
+        elif "count" in said:
+            self._tell(beat=self._counts())
+        elif "left" in said:
+            self._hub_left = True
 
     def _hub_lost(self, how: str) -> None:
         """Rank 0's watcher is gone: with its machine, or by somebody's hand. Then the rank itself
@@ -277,7 +296,7 @@ class Watcher:
         if self._verdict is not None or self.ended is not None or self.hub is not None:
             return
         host, pid = self._peers.get(0, ("", 0))
-        if host == self._host and _is_alive(pid):
+        if self._hub_left or (host == self._host and _is_alive(pid)):
             return
         here = [rank for rank, (at, _) in self._peers.items() if at == self._host]
         text = (
