@@ -79,10 +79,12 @@ class Injector:
 
     def order(self, order: list[int]) -> list[int]:
         """In which order the blocks run."""
-        at = int(self.fault.chance * (len(order) - 1))
-        if torch.is_grad_enabled() and self._is_due("order"):
+        at = self.fault.changes_places
+        if not torch.is_grad_enabled():
+            return order
+        if self._is_due("order") or self._is_due("first order"):
             order[at], order[at + 1] = order[at + 1], order[at]
-        elif torch.is_grad_enabled() and self._is_due("left out"):
+        elif self._is_due("left out"):
             del order[at]
         return order
 

@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.chaos.faults import EVALUATED, LAST, SAVES, Fault
+from shardwise.chaos.faults import BLOCKS, EVALUATED, LAST, SAVES, Fault
 from shardwise.chaos.inject import Injector, obey_permissions
 
-WIDTH, BLOCKS, BATCH = 12, 4, 3
+WIDTH, BATCH = 12, 3
 # Far beyond every deadline of the supervisor: what ends a job in time is never this.
 _PATIENCE = timedelta(minutes=5)
 
