@@ -167,7 +167,8 @@ class Watcher:
             if self._link is not None and now - self._hub_heard > GONE_S and self._verdict is None:
                 self._hub_lost(f"has been silent for {now - self._hub_heard:.1f} s")
         if self._kill_at is not None and now >= self._kill_at and self.ended is None:
-            os.kill(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._pid, signal.SIGKILL)
 
     def _is_over(self, now: float) -> bool:
         if self.ended is None or (self.hub is not None and not self.hub.is_over(now)):
@@ -193,7 +194,7 @@ class Watcher:
         self._words.drain()
         if self._pidfd is not None:
             self.selector.unregister(self._pidfd)
-        code = _exit_code(self._pid, self._pidfd)
+        code = _await_exit_code(self._pid, self._pidfd)
         place, counts = self._page.place, self._counts()
         self._tell(ended={"code": code, "leaves": self._leaves, "place": place, "counts": counts})
         if self._leaves is not None or self._verdict is not None:
@@ -360,6 +361,17 @@ def _is_alive(pid: int) -> bool:
 
 
 _GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 1 << 3, struct.Struct("QQ11Ii")
+
+
+def _await_exit_code(pid: int, pidfd: int | None) -> int | None:
+    """For a moment it has left its children, and has no exit code yet."""
+    code = _exit_code(pid, pidfd)
+    for _ in range(50):
+        if code is not None or pidfd is None:
+            break
+        time.sleep(0.005)
+        code = _exit_code(pid, pidfd)
+    return code
 
 
 def _exit_code(pid: int, pidfd: int | None) -> int | None:
