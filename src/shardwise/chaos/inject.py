@@ -48,6 +48,7 @@ class Injector:
         self.operation = ""  # on a file, at which it struck
         self._undo: Callable[[], None] | None = None
         self._seen = self._seen_before = 0  # operations on files, in this save and in the last
+        self._saves = 0  # the step that is being saved; training may have gone on
 
     def strike(self) -> None:
         self.armed = False
@@ -95,7 +96,7 @@ class Injector:
 
     def before_save(self) -> None:
         """Strike before the save, or at an operation on a file; else count those."""
-        self._seen = 0
+        self._seen, self._saves = 0, self.step
         storage.watchers[:] = [self._watch]
         if self._is_at_save("save") and self.fault.kind not in AT_FILES:
             self.strike()
@@ -128,7 +129,7 @@ class Injector:
         self._seen += 1
         # The save before had as many operations; of the first only these are sure.
         due = 1 + int(self.fault.chance * (self._seen_before or 3))
-        if self.fault.place in SAVING and self.step == self.fault.step and self._seen >= due:
+        if self.fault.place in SAVING and self._saves == self.fault.step and self._seen >= due:
             if self.armed:
                 self.operation = operation
                 self.strike()

@@ -42,7 +42,10 @@ def judge(fault: Fault, ended: Ended, disk: dict[str, Any]) -> Row:
         row["named"] = not unnamed
     if row["wrong"]:
         row |= {"codes": ended.codes, "said": ended.said[-6000:], "disk": disk,
-                "records": [lines[-4:] for lines in ended.records]}  # fmt: skip
+                "records": [
+                    [line for line in lines[:-3] if line["what"] in ("fault", "refused")] + lines[-3:]
+                    for lines in ended.records
+                ]}  # fmt: skip
     return row
 
 
