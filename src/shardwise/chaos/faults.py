@@ -121,8 +121,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("stale pointer", "`latest` names the checkpoint before", ("load",), CONTINUES, (), 1),
     Kind("lost pointer", "`latest` names nothing that is there", ("load",), CONTINUES, (), 1),
     # Numbers.
-    Kind("nonfinite", "an infinite loss on one rank, kept in one checkpoint", ("forward",),
-         CONTINUES, (), 1),
+    Kind("nonfinite", "an infinite loss on one rank; then saves that keep one checkpoint",
+         ("forward",), CONTINUES, (), 1, steps=(3, 4)),
 )  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
 

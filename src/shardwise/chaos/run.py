@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from shardwise.chaos import program
-from shardwise.chaos.faults import BY_NAME, KINDS, Fault, Kind
+from shardwise.chaos.faults import BY_NAME, KINDS, SAVES, Fault, Kind
 from shardwise.chaos.hosts import Hosts, permitted
 from shardwise.chaos.job import become_supervisor, run_alone, run_ranks
 from shardwise.chaos.judge import Row, judge
@@ -81,6 +81,8 @@ def run_fault(fault: Fault, base: Path, hosts: Hosts, disk: Path) -> Row:
     folder = base / str(fault.number)
     folder.mkdir()
     root = (disk if kind.disk else folder) / "checkpoints"
+    if fault.step != SAVES[0]:  # so that later saves have as many operations as the first
+        root.mkdir()
     if kind.hosts:
         hosts.plug()
 
