@@ -25,6 +25,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.watch.rank import ENDED
+from tests.hosts import Hosts, permitted, two_hosts
 from tests.ranks import PRELOADED
 
 WITHIN_S = 5.0
@@ -95,14 +96,20 @@ class Job:
 
 
 @contextmanager
-def start(folder: Path, program: Callable[..., None], *args: Any, world: int = 2) -> Iterator[Job]:
+def start(
+    folder: Path,
+    program: Callable[..., None],
+    *args: Any,
+    world: int = 2,
+    hosts: Hosts | None = None,
+) -> Iterator[Job]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        context.Process(target=_run, args=(rank, world, port, folder, program, args))
+        context.Process(target=_run, args=(rank, world, port, folder, program, args, hosts))
         for rank in range(world)
     ]
     for process in processes:
@@ -115,14 +122,23 @@ def start(folder: Path, program: Callable[..., None], *args: Any, world: int = 2
             process.join()
 
 
-def _run(rank: int, world: int, port: int, folder: Path, program: Any, args: Any) -> None:
-    """A rank as a script of its own would be: uncaught exceptions go to `sys.excepthook`."""
+def _run(
+    rank: int, world: int, port: int, folder: Path, program: Any, args: Any, hosts: Hosts | None
+) -> None:
+    """A rank as a script of its own would be: uncaught exceptions go to `sys.excepthook`. The first
+    half of the ranks is on the first host.
+    """
+    address = "127.0.0.1"
+    if hosts is not None:
+        hosts.enter(2 * rank // world)
+        os.environ["GLOO_SOCKET_IFNAME"] = "wire"
+        address = hosts.addresses[0]
     file = os.open(folder / f"err{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 2)
     os.close(file)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        "gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=world
     )
     try:
         program(folder, *args)
@@ -276,6 +292,21 @@ def test_the_verdict_for_a_launcher(tmp_path: Path) -> None:
 def _with_verdict(folder: Path, fault: str) -> None:
     os.environ["SHARDWISE_VERDICT"] = str(folder / "verdict")
     train(folder, fault)
+
+
+@pytest.mark.skipif(not permitted(), reason="makes network namespaces")
+def test_a_link_that_is_cut(tmp_path: Path) -> None:
+    """Both sides end, and each says what it has lost."""
+    with two_hosts() as hosts, start(tmp_path, train, "", 1, 10_000, world=4, hosts=hosts) as job:
+        job.wait_for("trains*", 4)
+        note_fault(tmp_path)
+        hosts.cut()
+        assert job.wait() == [ENDED] * 4, job.said
+        assert job.took < WITHIN_S
+        told = [line for line in job.said.splitlines() if line.startswith("shardwise: ")]
+        assert len(told) == 2, job.said
+        assert " is lost: its watcher has been silent for 3" in told[0]
+        assert "shardwise: rank 0 of 4" in told[1] and "cannot be reached" in told[1]
 
 
 # What is no fault

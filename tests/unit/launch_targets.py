@@ -1,5 +1,6 @@
 """What `test_launch.py` runs on the ranks; importable by name from another process."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -85,12 +86,45 @@ def fail_in_gloo(folder):
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    from shardwise.trainer.group import open_group
+
+    open_group("gloo")
     dist.all_reduce(torch.ones(4))
     announce(folder)
     if RANK == 1:
         deep_fault()
     dist.all_reduce(torch.ones(4))
+
+
+def list_doors(folder):
+    """Meet; every address at which this rank, its watcher and gloo listen."""
+    import torch
+    import torch.distributed as dist
+
+    import shardwise as sw
+    from shardwise.trainer.group import open_group
+
+    open_group("gloo")
+    sw.shard(torch.nn.Linear(4, 4), sw.Plan.of("zero3", mesh=2))
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    held = set()
+    for pid in ("self", *children):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+                held.add(os.readlink(fd))
+    doors = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                doors.append(fields[1].partition(":")[0])
+    (Path(folder) / f"doors{RANK}").write_text(" ".join(doors))
+    if RANK == 0:
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) == 0
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.2", int(os.environ["MASTER_PORT"]))) != 0
+    dist.barrier()
 
 
 def user_error(folder):

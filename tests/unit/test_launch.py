@@ -96,6 +96,14 @@ def test_a_rank_that_exits_is_named_with_its_code(tmp_path):
     assert str(fail("exit_last", str(tmp_path))).startswith("rank 1 of 2 exited with code 7")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_listen_on_loopback_only(tmp_path):
+    launch("list_doors", str(tmp_path))
+    for rank in range(2):
+        doors = (tmp_path / f"doors{rank}").read_text().split()
+        assert doors and set(doors) == {"0100007F"}, doors  # 127.0.0.1
+
+
 def test_a_user_error_comes_back_as_one(tmp_path):
     with pytest.raises(UserError, match=r"^the file is missing: give another$"):
         launch("user_error", str(tmp_path))

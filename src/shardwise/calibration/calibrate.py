@@ -40,6 +40,7 @@ from shardwise.description.cluster import (
     Protocol,
 )
 from shardwise.profiling.timing import describe_environment
+from shardwise.trainer.group import open_group
 from shardwise.trainer.launch import start_ranks
 
 
@@ -102,7 +103,7 @@ def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings,
 
 def _run_rank(ranks: int, effort: Effort, writer: Connection) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    dist.init_process_group("gloo")
+    open_group("gloo")
     rank = dist.get_rank()
     tell: Tell = writer.send if rank == 0 else (lambda text: None)
     found = measure_device("cpu", effort, dist.barrier, tell)

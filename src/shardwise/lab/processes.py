@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardwise.children import ChildFailed, describe_end
 from shardwise.emulation.run import join_fake_group
 from shardwise.profiling.timing import Sample, Step, time_on_host
+from shardwise.trainer.group import open_group
 from shardwise.trainer.launch import start_ranks
 
 # Imported once, in the server that the processes are forked from; it touches no device.
@@ -56,7 +57,7 @@ def _answer_as_rank(
     if backend == "fake":
         join_fake_group(0, world)
     else:
-        dist.init_process_group(backend)
+        open_group(backend)
     answer = function(*arguments)
     if dist.get_rank() == 0:
         file.write_text(json.dumps(answer))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import UserError
+from shardwise.trainer import launch
 from shardwise.trainer.config import RunConfig
 
 
@@ -38,8 +39,25 @@ def join_group(run: RunConfig) -> Member:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bound = device if backend == "nccl" else None
-    dist.init_process_group(backend, rank=rank, world_size=world, device_id=bound)
+    open_group(backend, device_id=bound)
     return Member(rank, world, device, backend)
+
+
+def open_group(backend: str, device_id: torch.device | None = None) -> None:
+    """Join the default process group. torch's own store listens on all interfaces, whatever its
+    address; ranks that `start_ranks` started meet on loopback only, at a port that is theirs.
+    """
+    at = launch.meeting
+    if at is None:
+        dist.init_process_group(backend, device_id=device_id)
+        return
+    fd = at.listener.detach() if at.listener is not None else None
+    store = dist.TCPStore(
+        "127.0.0.1", at.port, at.world, at.rank == 0, wait_for_workers=False, master_listen_fd=fd
+    )
+    dist.init_process_group(
+        backend, store=store, rank=at.rank, world_size=at.world, device_id=device_id
+    )
 
 
 def _choose_device(wanted: str, local: int) -> torch.device:

@@ -25,6 +25,7 @@ from shardwise.errors import UserError
 from shardwise.watch import rank as watched
 from shardwise.watch.hub import LOST_PEER
 
+_LOOPBACK = "127.0.0.1"
 Target = str | Callable[..., None]  # "module:function", or the function itself
 
 # A rank that fails breaks its peers' connections within milliseconds, so after the first exit a
@@ -37,6 +38,19 @@ _LESS_MEMORY = (
 )
 # Faults that a launcher does not see; of others it knows more than the watch.
 _ONLY_SEEN = ("stopped", "diverged", "lost", "early")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one start meet: at a port that other machines do not reach."""
+
+    rank: int
+    world: int
+    port: int
+    listener: socket.socket | None  # of rank 0, bound by the launcher, so that nobody takes it
+
+
+meeting: Meeting | None = None  # in a rank that `start_ranks` started
 
 
 class RankFailed(ChildFailed):
@@ -96,15 +110,21 @@ def start_ranks(target: Target, args: tuple[Any, ...], nproc: int, less_memory: 
     running.
     """
     processor.settle()
-    port, spawning = _free_port(), multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    spawning = multiprocessing.get_context("spawn")
+    with (
+        socket.create_server((_LOOPBACK, 0)) as listener,
+        tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
+    ):
         records = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
         processes: list[BaseProcess] = []
         try:
             for rank, record in enumerate(records):
-                task = rank, nproc, port, target, args, record
+                port: int = listener.getsockname()[1]
+                at = Meeting(rank, nproc, port, listener if rank == 0 else None)
+                task = at, target, args, record
                 processes.append(spawning.Process(target=_run_rank, args=task))
                 processes[-1].start()
+            listener.close()
             _wait(processes, records, less_memory)
         finally:
             _end(processes)
@@ -121,23 +141,25 @@ def _call(target: Target, args: tuple[Any, ...]) -> None:
 # In a rank
 
 
-def _run_rank(
-    rank: int, nproc: int, port: int, target: Target, args: tuple[Any, ...], record: Path
-) -> None:
+def _run_rank(at: Meeting, target: Target, args: tuple[Any, ...], record: Path) -> None:
     """Run the task; a rank that fails leaves a record of when and why."""
+    global meeting
+    meeting, nproc = at, at.world
     # Ctrl-C reaches the whole process group; the launcher alone answers it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        RANK=str(at.rank),
+        LOCAL_RANK=str(at.rank),
         WORLD_SIZE=str(nproc),
         LOCAL_WORLD_SIZE=str(nproc),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_ADDR=_LOOPBACK,
+        MASTER_PORT=str(at.port),
     )
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ[watched.VERDICT] = str(_verdict_beside(record))
     try:
         _call(target, args)
@@ -243,9 +265,3 @@ def _end(processes: list[BaseProcess]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -23,6 +23,7 @@ GONE_S = 3.0  # silence after which a watcher, or its machine, is lost
 _STOPPED_S = 2.0  # stopped for so long while another rank runs
 _SETTLE_S = 0.2
 _LOST_S = 1.0  # a rank has lost another: who, and why?
+_JOINING_S = 5.0  # ranks that rank 0 does not wait for may still be on their way
 _LEAVING_S = 1.5  # ranks that exit by agreement do it within this time
 _EARLY_S = 1.0  # a rank has ended and others wait for it
 _WAITING_S = 30.0  # after which a rank that never comes is named, and nobody is ended
@@ -50,6 +51,7 @@ class Seen:
     """One rank, as its watcher tells."""
 
     host: str
+    home: str  # what tells hosts apart
     pid: int
     send: Callable[..., None]
     heard: float
@@ -98,12 +100,18 @@ class Hub:
 
     # What watchers say
 
-    def join(self, rank: int, host: str, pid: int, send: Callable[..., None]) -> None:
-        self.ranks[rank] = Seen(host, pid, send, time.monotonic())
+    def join(self, rank: int, host: str, home: str, pid: int, send: Callable[..., None]) -> None:
+        self.ranks[rank] = Seen(host, home, pid, send, time.monotonic())
         if self.verdict is not None:
             self._pass(self.verdict)
-        elif len(self.ranks) == self.world:
-            self._everybody(peers={r: (seen.host, seen.pid) for r, seen in self.ranks.items()})
+            return
+        peers = {r: (seen.host, seen.home, seen.pid) for r, seen in self.ranks.items()}
+        if len(peers) == self.world:
+            self._everybody(peers=peers)
+        elif 0 in peers:
+            send(peers={0: peers[0]})
+        if 0 in peers and self.ranks[0].ended is not None and self.ranks[0].left:
+            send(left=True)
 
     def take(self, rank: int, said: dict[str, Any]) -> None:
         seen, now = self.ranks[rank], time.monotonic()
@@ -151,8 +159,13 @@ class Hub:
 
     def is_over(self, now: float) -> bool:
         """Nobody is left to tell, or nobody who can be reached."""
-        told = self.verdict is not None and now - self._decided > GONE_S
-        return told or not any(seen.connected for rank, seen in self.ranks.items() if rank != 0)
+        first = self.ranks.get(0)
+        since = now - (first.ended if first is not None and first.ended is not None else now)
+        if self.verdict is not None and now - self._decided > GONE_S:
+            return True
+        if len(self.ranks) < self.world and since < _JOINING_S:
+            return False
+        return not any(seen.connected for rank, seen in self.ranks.items() if rank != 0)
 
     def tick(self, now: float, late: bool) -> None:
         """Look at everybody, and decide when a fault has settled."""
@@ -282,7 +295,7 @@ class Hub:
     def _word(self, fault: Fault) -> Verdict:
         seen = self.ranks[fault.rank]
         where = f" {seen.place}" if seen.place else ""
-        several = len({each.host for each in self.ranks.values()}) > 1
+        several = len({each.home for each in self.ranks.values()}) > 1
         host = f" ({seen.host})" if several else ""
         text = f"rank {fault.rank} of {self.world}{host} {fault.text}"
         if fault.kind != "diverged":  # which says it itself

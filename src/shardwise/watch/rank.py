@@ -48,14 +48,13 @@ class Watch:
         self._speaks = False  # the watcher leaves it to this rank to say what it raised
         self._lock = threading.Lock()
         self._store, self._key = store, _agree_key(store, world)
-        local = _is_local(world, store)
-        listener, hub = _listen(local) if rank == 0 else (None, None)
+        listener, hub = _listen(world, _store_host(store)) if rank == 0 else (None, None)
         fd = page.make()
         self._words = page.open_words(fd)
         self._units = _Units(weakref.ref(self))
         self._tracks: dict[str, page.Track | None] = {}
         settings = {
-            "rank": rank, "world": world, "pid": self._pid, "page": fd, "local": local,
+            "rank": rank, "world": world, "pid": self._pid, "page": fd,
             "listener": listener.fileno() if listener is not None else None,
             "token": hub[2] if hub else None,
             "verdict": os.environ.get(VERDICT),
@@ -214,25 +213,44 @@ def _agree_key(store: Any, world: int) -> str:
     return f"shardwise/watch/{(came - 1) // world}"
 
 
-def _is_local(world: int, store: Any) -> bool:
-    """All ranks are on this machine, as far as anybody says so."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-        return True
+def _store_host(store: Any) -> str | None:
+    """The address at which the ranks met; None for a store without one."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host = getattr(store, "host", None)
-    return host is None or host in ("localhost", "::1") or host.startswith("127.")
+    host: str | None = getattr(store, "host", None)
+    return host
 
 
-def _listen(local: bool) -> tuple[socket.socket, tuple[str, int, str]]:
-    """The hub's door: its socket; its address for the others, and what they have to say there."""
-    address = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or socket.gethostname()
-    try:
-        family, _, _, _, at = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(at[:2], family=family, backlog=1024)
-    except OSError:  # a name that only the others resolve, to a way here
-        listener = socket.create_server(("", 0), backlog=1024)
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _listen(world: int, host: str | None) -> tuple[socket.socket, tuple[str, int, str]]:
+    """The hub's door: its socket; its address for the others, and what they have to say there. On
+    loopback where all ranks are on this machine, as far as anybody says so; else on the way by
+    which this machine reaches the store.
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    local = here == str(world) or (here is None and (host is None or _is_loopback(host)))
+    address = bound = "127.0.0.1"
+    if not local:
+        address = host or os.environ.get("MASTER_ADDR") or socket.gethostname()
+        bound = _way_to(address)
+        if _is_loopback(bound):  # the others know this machine by that name
+            bound = ""
+        else:
+            address = bound
+    family = socket.AF_INET6 if ":" in bound else socket.AF_INET
+    listener = socket.create_server((bound, 0), family=family, backlog=1024)
     return listener, (address, listener.getsockname()[1], secrets.token_hex(16))
+
+
+def _way_to(host: str) -> str:
+    """This machine's own address on the way to another; nothing is sent."""
+    family, _, _, _, at = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(at)
+        return str(probe.getsockname()[0])
 
 
 def _cut(text: str) -> str:

@@ -98,7 +98,7 @@ class Watcher:
         self.rank, self.world = settings["rank"], settings["world"]
         self._pid, self._token = settings["pid"], settings["token"]
         self._verdict_file = settings["verdict"]
-        self._host = socket.gethostname()
+        self._host, self._home = socket.gethostname(), _home()
         self.selector = selectors.DefaultSelector()
         self._page = Reader(settings["page"])
         self._groups: dict[str, tuple[int, list[int]]] = {}
@@ -111,7 +111,8 @@ class Watcher:
         self._hub_heard = time.monotonic()
         self._link: Link | None = None
         self._hub_left = False  # rank 0 came to its end; its watcher stays for the others
-        self._peers: dict[int, tuple[str, int]] = {}  # of each rank: host, process
+        # Of each rank: its host's name, what tells hosts apart, its process.
+        self._peers: dict[int, tuple[str, str, int]] = {}
         os.set_blocking(0, False)
         self._words = Link(self, os.fdopen(0, "rb", buffering=0), self._from_rank)
         self._beat_at = 0.0
@@ -246,7 +247,7 @@ class Watcher:
         hub, rank = self.hub, int(hello["rank"])
         link._take = lambda link, said: hub.take(rank, said)
         link.on_close = lambda link: hub.lost(rank)
-        hub.join(rank, hello["host"], hello["pid"], link.send)
+        hub.join(rank, hello["host"], hello["home"], hello["pid"], link.send)
 
     def _join(self, host: str, port: int, token: str) -> None:
         try:
@@ -258,7 +259,8 @@ class Watcher:
         self._hub_heard = time.monotonic()
         self._link = Link(self, door, self._from_hub)
         self._link.on_close = lambda link: self._hub_lost("closed its connection")
-        self._tell(hello={"rank": self.rank, "token": token, "host": self._host, "pid": self._pid})
+        me = {"host": self._host, "home": self._home, "pid": self._pid}
+        self._tell(hello={"rank": self.rank, "token": token, **me})
         for group, (_, ranks) in self._groups.items():
             self._tell(group=[group, ranks])
 
@@ -269,7 +271,7 @@ class Watcher:
     def _from_hub(self, link: Link, said: dict[str, Any]) -> None:
         self._hub_heard = time.monotonic()
         if "peers" in said:
-            self._peers = {int(rank): (host, pid) for rank, (host, pid) in said["peers"].items()}
+            self._peers = {int(rank): tuple(peer) for rank, peer in said["peers"].items()}
         elif "say" in said:
             group, count = said["say"]
             self._tell(hash=[group, count, self._page.hash_at(self._groups[group][0], count)])
@@ -296,10 +298,10 @@ class Watcher:
         self._link = None
         if self._verdict is not None or self.ended is not None or self.hub is not None:
             return
-        host, pid = self._peers.get(0, ("", 0))
-        if self._hub_left or (host == self._host and _is_alive(pid)):
+        host, home, pid = self._peers.get(0, ("its host", "", 0))
+        if self._hub_left or (home == self._home and _is_alive(pid)):
             return
-        here = [rank for rank, (at, _) in self._peers.items() if at == self._host]
+        here = [rank for rank, (_, at, _) in self._peers.items() if at == self._home]
         text = (
             f"rank 0 of {self.world} ({host}) cannot be reached from {self._host}: its watcher "
             f"{how}. The link or that machine is down; rank {self.rank} was "
@@ -344,6 +346,15 @@ def _write(path: str, verdict: Verdict) -> None:
         os.replace(whole, path)
     except OSError:
         _say(verdict.text)
+
+
+def _home() -> str:
+    """Processes see each other, and share a network, only inside one of these."""
+    parts = [socket.gethostname()]
+    for namespace in ("net", "pid"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{namespace}"))
+    return " ".join(parts)
 
 
 def _is_alive(pid: int) -> bool:
