@@ -19,7 +19,9 @@ STRATEGIES = ("zero3", "zero2", "zero1", "ddp", "hsdp")
 # What is to become of a job. After every one of them: no process of it is alive, and what is on the
 # disk loads to exactly a state that was saved, the last committed one.
 ENDS = "ends"  # all ranks end in time, with a message that names rank and cause
-REFUSED = "refused"  # the call is an error, the same on every rank; the job goes on as if never made
+REFUSED = (
+    "refused"  # the call is an error, the same on every rank; the job goes on as if never made
+)
 CONTINUES = "continues"  # nothing is said; the job ends as it would have
 DIES = "dies"  # all ranks are gone at once: only the disk is left to be judged
 OUTCOMES = (ENDS, REFUSED, CONTINUES, DIES)
@@ -70,8 +72,9 @@ KINDS: tuple[Kind, ...] = (
          (_WHO + "failed", r"^[\w.]*InjectedError: injected fault {number} in {place}$"), 3),
     Kind("memory", "an allocation over a limit of its address space", EVERYWHERE, ENDS,
          (_WHO + "failed", r"^MemoryError|can't allocate memory"), 2),
-    Kind("exit", "sys.exit, with code 3 or 0", EVERYWHERE, ENDS,
-         (_WHO + r"(exited with code 3|ended \(its program was over\))",), 2),
+    Kind("exit", "sys.exit(3)", EVERYWHERE, ENDS, (_WHO + "exited with code 3",), 2),
+    Kind("early end", "sys.exit(0)", EVERYWHERE, ENDS,
+         (_WHO + r"ended \(its program was over\) while rank \d",), 1),
     # A rank goes on, or could.
     Kind("stop", "SIGSTOP", EVERYWHERE, ENDS, (_WHO + r"was stopped \(SIGSTOP",), 1),
     Kind("pause", "SIGSTOP, and SIGCONT 0.8 s later", (*TRAINING, *SAVING), CONTINUES),
@@ -82,9 +85,12 @@ KINDS: tuple[Kind, ...] = (
     Kind("store", "this rank's connection to the store is shut down", TRAINING, ENDS,
          (_WHO + "failed", r"[Ss]tore")),
     Kind("link cut", "the link between two hosts goes down", (*TRAINING, "save"), ENDS,
-         (r"^shardwise: rank \d of {world} \([^)]*\) (is lost|cannot be reached)",), 0.5, hosts=True),
+         (r"^shardwise: rank 1 of 2 \(host-b\) is lost",
+          r"^shardwise: rank 0 of 2 \(host-a\) cannot be reached from host-b"), 0.5, hosts=True),
     Kind("link slow", "the link between two hosts at 2 Mbit/s", TRAINING, CONTINUES, weight=0.3,
          hosts=True),
+    Kind("taken port", "somebody wants the port at which ranks are about to meet", ("start",),
+         CONTINUES, steps=(0,)),
     # Ranks disagree.
     Kind("plan", "a rank shards by another plan", ("shard",), ENDS,
          (r"RuntimeError: rank {rank} shards by another plan than rank \d"
@@ -102,14 +108,15 @@ KINDS: tuple[Kind, ...] = (
     Kind("full disk", "a file system without room", SAVING, REFUSED,
          ("No space left on device",), 1, disk=True),
     Kind("i/o error", "EIO at a write or fsync, or at a read", (*SAVING, "load"), REFUSED,
-         (_REFUSED, _FILE, "Input/output error"), 3, older=True),
+         (_REFUSED, _SHARD + r"|\bmanifest\.json", "Input/output error"), 3, older=True),
     Kind("short write", "a write takes half of what it is given", SAVING, CONTINUES, (), 2),
     Kind("permission", "the folder cannot be written to", SAVING, REFUSED,
          ("Permission denied",), 2),
     Kind("power cut", "all ranks are killed at once, somewhere in a save", SAVING, DIES, (), 4),
     Kind("two jobs", "another job saves into the same folder", SAVING, CONTINUES, (), 1, jobs=2),
     # What was saved is damaged.
-    Kind("flipped byte", "in a file of data", ("load",), REFUSED, (_SHARD,), 3, older=True, damages=True),
+    Kind("flipped byte", "in a file of data", ("load",), REFUSED, (_SHARD,), 3, older=True,
+         damages=True),
     Kind("flipped manifest", "a byte of manifest.json", ("load",), REFUSED,
          (r"manifest\.json",), 3, older=True, damages=True),
     Kind("truncated", "a file loses its end", ("load",), REFUSED,

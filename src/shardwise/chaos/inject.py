@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import math
@@ -30,6 +31,7 @@ from shardwise.checkpoint import storage
 SLOW_S = 4.0
 PAUSE_S = 0.8
 SOON_S = 0.02
+MEETING_S = 1.5  # until watchers on two hosts have met: before that they cannot miss each other
 _ROOM = 32 * 2**20  # bytes that a rank may still allocate before its memory runs out
 _MUCH = 2**31
 
@@ -52,14 +54,16 @@ class Injector:
 
     def strike(self) -> None:
         self.armed = False
+        if self.fault.kind == "link cut":
+            time.sleep(MEETING_S)
         self._record("fault")
         WAYS[self.fault.kind](self)
 
     def at(self, place: str) -> None:
         """The program is here, in `step`."""
-        if self.armed and (place, self.step) == (self.fault.place, self.fault.step):
-            if self.fault.kind in WAYS:
-                self.strike()
+        here = (place, self.step) == (self.fault.place, self.fault.step)
+        if self.armed and here and self.fault.kind in WAYS:
+            self.strike()
 
     # Faults that change what the program does
 
@@ -98,14 +102,15 @@ class Injector:
         """Strike before the save, or at an operation on a file; else count those."""
         self._seen, self._saves = 0, self.step
         storage.watchers[:] = [self._watch]
-        if self._is_at_save("save") and self.fault.kind not in AT_FILES:
-            self.strike()
-        elif self._is_at_save("asynchronous save") and self.fault.kind in BEFORE_SAVES:
+        background = self.fault.place == "asynchronous save"
+        before = not background or self.fault.kind in BEFORE_SAVES
+        if self._is_at_save() and before and self.fault.kind not in AT_FILES:
             self.strike()
 
     def during_save(self) -> None:
         """An asynchronous one is under way."""
-        if self._is_at_save("asynchronous save") and self.fault.kind not in AT_FILES:
+        background = self.fault.place == "asynchronous save"
+        if self._is_at_save() and background and self.fault.kind not in AT_FILES:
             self.strike()
 
     def after_save(self) -> None:
@@ -116,8 +121,8 @@ class Injector:
             self._undo()
             self._undo = None
 
-    def _is_at_save(self, place: str) -> bool:
-        return self.armed and (place, self.step) == (self.fault.place, self.fault.step)
+    def _is_at_save(self) -> bool:
+        return self.armed and self.fault.place in SAVING and self._saves == self.fault.step
 
     def _watch(self, operation: str, path: str) -> None:
         """Called before every operation on a file."""
@@ -129,10 +134,9 @@ class Injector:
         self._seen += 1
         # The save before had as many operations; of the first only these are sure.
         due = 1 + int(self.fault.chance * (self._seen_before or 3))
-        if self.fault.place in SAVING and self._saves == self.fault.step and self._seen >= due:
-            if self.armed:
-                self.operation = operation
-                self.strike()
+        if self._is_at_save() and self._seen >= due:
+            self.operation = operation
+            self.strike()
 
     def before_load(self) -> None:
         """All ranks are about to load what they have saved."""
@@ -192,7 +196,7 @@ def _run_out_of_memory(injector: Injector) -> None:
 
 
 def _exit(injector: Injector) -> None:
-    sys.exit(3 if injector.fault.chance < 0.7 else 0)
+    sys.exit(3 if injector.fault.kind == "exit" else 0)
 
 
 def _crash(injector: Injector) -> None:
@@ -228,6 +232,16 @@ def _drop_store(injector: Injector) -> None:
         except OSError:
             continue  # no socket, or not a connected one
     assert dropped, "no connection to the store was found"
+
+
+def _take_port(injector: Injector) -> None:
+    """Listen where rank 0 is to, if that can be done, and keep whoever comes waiting."""
+    for address in ("127.0.0.1", "0.0.0.0"):
+        with contextlib.suppress(OSError):
+            taken.append(socket.create_server((address, int(os.environ["MASTER_PORT"]))))
+
+
+taken: list[socket.socket] = []
 
 
 # Files, in a save
@@ -304,7 +318,7 @@ def _shorten_next_write(root: Path, number: int | None) -> None:
             os.write = write
         return write(descriptor, data[: len(data) // 2])
 
-    os.write = short  # type: ignore[assignment]
+    os.write = short
 
 
 def _fail_next_read(number: int) -> None:
@@ -369,6 +383,7 @@ WAYS: dict[str, Callable[[Injector], None]] = {
     "exception": _raise,
     "memory": _run_out_of_memory,
     "exit": _exit,
+    "early end": _exit,
     "stop": _send(signal.SIGSTOP),
     "pause": _pause,
     "slow": _sleep,
@@ -376,6 +391,7 @@ WAYS: dict[str, Callable[[Injector], None]] = {
     "store": _drop_store,
     "link cut": lambda injector: cut_cable(),
     "link slow": lambda injector: throttle_cable(),
+    "taken port": _take_port,
     "disk full": _fail_with(errno.ENOSPC),
     "full disk": _fill,
     "i/o error": _fail_with(errno.EIO),

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.chaos.hosts import ADDRESSES, Hosts
+from shardwise.trainer import launch
 
 HANG_S = 30.0
-# Helpers of ended ranks are given this long to end too.
-_ORPHAN_S = 3.0
+# Helpers of ended ranks are given this long to end too; over a cut link they try for 3 s to tell
+# each other.
+_ORPHAN_S = 6.0
 _POLL_S = 0.004
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # of prctl
 CUT = "cut"  # a file of this name in the job's folder: the supervisor cuts the power
@@ -54,13 +56,14 @@ def run_ranks(
     main: Callable[[int], None], world: int, folder: Path, hosts: Hosts | None = None, jobs: int = 1
 ) -> Ended:
     """`main(process)` in so many processes, each as the program of a rank: those of the first job,
-    then those of the second.
+    then those of the second. They meet as ranks of `start_ranks` do, those on hosts as torchrun's.
     """
     total = world * jobs
     ended = Ended(time.monotonic(), [None] * total, [None] * total)
     address = ADDRESSES[0] if hosts else "127.0.0.1"
     local = world // 2 if hosts else world
-    ports = [_free_port() for _ in range(jobs)]
+    doors = [socket.create_server(("" if hosts else address, 0)) for _ in range(jobs)]
+    ports = [door.getsockname()[1] for door in doors]
     processes: dict[int, int] = {}
     try:
         for process in range(total):
@@ -71,8 +74,17 @@ def run_ranks(
                     RANK=str(rank), LOCAL_RANK=str(rank % local), WORLD_SIZE=str(world),
                     LOCAL_WORLD_SIZE=str(local), MASTER_ADDR=address, MASTER_PORT=str(ports[job]),
                 )  # fmt: skip
-                _be_program(main, process, folder, f"rank-{process}", hosts and (hosts, rank // local))
+                host = None if hosts is None else (hosts, rank // local)
+                if hosts is None:
+                    door = doors[job] if rank == 0 else None
+                    launch.meeting = launch.Meeting(rank, world, ports[job], door)
+                for each in doors:
+                    if hosts is not None or rank or each is not doors[job]:
+                        each.close()
+                _be_program(main, process, folder, f"rank-{process}", host)
             processes[pid] = process
+        for door in doors:
+            door.close()
         _watch(processes, ended, folder)
     finally:
         _kill_children(processes, ended)
@@ -216,9 +228,3 @@ def _run_as_program(main: Callable[[], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

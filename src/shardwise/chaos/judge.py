@@ -39,14 +39,16 @@ def judge(fault: Fault, ended: Ended, disk: dict[str, Any]) -> Row:
     if states := [line["hash"] for line in ended.records[0] if line["what"] == "state"]:
         row["state"] = states[0]
     if kind.says:
-        row["named"] = not unnamed
+        row["named"] = outcome == kind.expected and not unnamed
     if row["wrong"]:
-        row |= {"codes": ended.codes, "said": ended.said[-6000:], "disk": disk,
-                "records": [
-                    [line for line in lines[:-3] if line["what"] in ("fault", "refused")] + lines[-3:]
-                    for lines in ended.records
-                ]}  # fmt: skip
+        row |= {"codes": ended.codes, "said": ended.said[-6000:], "disk": disk}
+        row["records"] = [_shorten(lines) for lines in ended.records]
     return row
+
+
+def _shorten(lines: Lines) -> Lines:
+    told = [line for line in lines[:-3] if line["what"] in ("fault", "refused")]
+    return told + lines[-3:]
 
 
 def _observe(kind: Kind, ended: Ended) -> str:
@@ -87,13 +89,13 @@ def _check_words(fault: Fault, kind: Kind, outcome: str, ended: Ended) -> list[s
         pattern = pattern.format(**asdict(fault), unit=at + 1, other=at)
         if not re.search(pattern, said, re.MULTILINE):
             wrong.append(f"nothing said matches {pattern!r}")
-    blamed = re.findall(r"^shardwise: (?:rank (\d+)\b)?", ended.said, re.MULTILINE)
-    if outcome in (CONTINUES, REFUSED) and blamed:
+    if outcome in (CONTINUES, REFUSED) and re.search("^shardwise: ", ended.said, re.MULTILINE):
         wrong.append("a false alarm")
     # Each side of a cut link tells; before a model is sharded nobody watches.
     messages = 2 if kind.hosts else 0 if fault.place == "shard" else 1
-    if outcome == ENDS and len(blamed) != messages:
-        wrong.append(f"{len(blamed)} messages instead of {messages}")
+    found = len(re.findall(r"^shardwise: rank \d+ of ", ended.said, re.MULTILINE))
+    if outcome == ENDS and found != messages:
+        wrong.append(f"{found} messages instead of {messages}")
     return wrong
 
 

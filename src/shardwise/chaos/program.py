@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,9 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.chaos.faults import BLOCKS, EVALUATED, LAST, SAVES, Fault
 from shardwise.chaos.inject import Injector, obey_permissions
+from shardwise.trainer.group import open_group
 
 WIDTH, BATCH = 12, 3
-# Far beyond every deadline of the supervisor: what ends a job in time is never this.
-_PATIENCE = timedelta(minutes=5)
 
 
 class Record:
@@ -82,9 +80,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         middle = BLOCKS // 2
-        self.blocks = nn.ModuleList(
-            Block(injector if i == middle else None) for i in range(BLOCKS)
-        )
+        self.blocks = nn.ModuleList(Block(injector if i == middle else None) for i in range(BLOCKS))
         self.last = nn.Linear(WIDTH, 1)
         self.injector = injector
 
@@ -160,7 +156,7 @@ class Training:
     def __init__(self, fault: Fault, rank: int, root: Path, record: Record) -> None:
         self.fault, self.rank, self.root, self.record = fault, rank, root, record
         self.injector = Injector(fault, rank, root, record)
-        self.plan = self.injector.plan(make_plan(fault.strategy, fault.world))
+        self.plan = make_plan(fault.strategy, fault.world)
         self.pending: Any = None
 
     def begin(self, seed: int) -> None:
@@ -257,9 +253,11 @@ def main(fault: Fault, folder: Path, root: Path, rank: int, process: int) -> Non
     record = Record(folder, process)
     obey_permissions()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_PATIENCE)
-    record("joined")
     training = Training(fault, rank, root, record)
+    training.injector.at("start")
+    open_group("gloo")
+    record("joined")
+    training.plan = training.injector.plan(training.plan)
     training.begin(fault.seed)
     training.run(1)
     dist.barrier()

@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace, count: int, chosen: Sequence[str]) -> Non
         if name in chosen:
             print(f"shardwise: {name} is left out: {why}", file=sys.stderr)
     faults = draw(arguments.seed, count, kinds)
-    part = None if arguments.json is None else arguments.json.with_name(arguments.json.name + ".rows")
+    part = (
+        None if arguments.json is None else arguments.json.with_name(arguments.json.name + ".rows")
+    )
     rows = _read_part(part) if arguments.resume and part is not None else []
     done = {row["number"]: row for row in rows}
     rows = [done[f.number] for f in faults if f.number in done and done[f.number]["kind"] == f.kind]
@@ -50,9 +52,8 @@ def run(arguments: argparse.Namespace, count: int, chosen: Sequence[str]) -> Non
     result = summarize(rows)
     result |= {"left_out": left_out, "took_s": round(time.monotonic() - began, 1)}
     show(result, environment)
-    if arguments.json is not None and part is not None:
-        facts = {"environment": environment, "command": _describe(arguments)}
-        write_json(arguments.json, **facts, seed=arguments.seed, **result)
+    if path is not None and part is not None:
+        write_json(path, environment, _describe(arguments), seed=arguments.seed, **result)
         part.unlink()
     if result["failures"]:
         raise ChildFailed(

@@ -140,7 +140,7 @@ def _memory() -> str | None:
 
 def usable_kinds() -> tuple[list[Kind], dict[str, str]]:
     """The classes that can be injected here, and why the others cannot."""
-    left_out = {}
+    left_out: dict[str, str] = {}
     if not permitted():
         left_out |= {kind.name: "needs network namespaces" for kind in KINDS if kind.hosts}
     if not may_mount():

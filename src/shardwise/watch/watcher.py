@@ -133,7 +133,9 @@ class Watcher:
     def run(self) -> None:
         tick = time.monotonic()
         while True:
-            settles = self.hub.settles if self.hub is not None else None
+            settles = (
+                self.hub.settles if self.hub is not None and self.hub.verdict is None else None
+            )
             until = tick if settles is None else min(tick, settles)
             for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
                 key.data()
