@@ -59,7 +59,10 @@ class Watch:
             "token": hub[2] if hub else None,
             "verdict": os.environ.get(VERDICT),
         }  # fmt: skip
-        passed = [fd] if listener is None else [fd, listener.fileno()]
+        # Opened here: when the watcher has started, this rank may have ended and be forgotten.
+        pidfd = settings["pidfd"] = _open_process(self._pid)
+        door = None if listener is None else listener.fileno()
+        passed = [each for each in (fd, pidfd, door) if each is not None]
         # Its standard error is this rank's, for the one message; it closes it when the rank ends.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BEGIN, str(Path(__file__).parents[1])],
@@ -69,6 +72,8 @@ class Watch:
         )  # fmt: skip
         self._process.returncode = 0  # nobody waits for it: it ends after this process
         os.close(fd)
+        if pidfd is not None:
+            os.close(pidfd)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._to, False)
@@ -205,6 +210,14 @@ def begin(rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None
             on = Watch(rank, world, store, stands)
         except OSError as error:
             print(f"shardwise: ranks are not watched: {error}", file=sys.stderr)
+
+
+def _open_process(pid: int) -> int | None:
+    """What tells of its end, and how it ended, also when it is forgotten; None on an old system."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _agree_key(store: Any, world: int) -> str:

@@ -116,13 +116,9 @@ class Watcher:
         os.set_blocking(0, False)
         self._words = Link(self, os.fdopen(0, "rb", buffering=0), self._from_rank)
         self._beat_at = 0.0
-        self._pidfd: int | None = None
-        if hasattr(os, "pidfd_open"):
-            try:
-                self._pidfd = os.pidfd_open(self._pid)
-                self.selector.register(self._pidfd, selectors.EVENT_READ, self._rank_ended)
-            except OSError:
-                self._pidfd = None
+        self._pidfd: int | None = settings["pidfd"]
+        if self._pidfd is not None:
+            self.selector.register(self._pidfd, selectors.EVENT_READ, self._rank_ended)
         self.hub: Hub | None = None
         if settings["listener"] is not None:
             self._listener = socket.socket(fileno=settings["listener"])
@@ -314,7 +310,7 @@ class Watcher:
 
     # The end
 
-    def _end(self, verdict: Verdict, printer: int, own: bool = False) -> None:
+    def _end(self, verdict: Verdict, printer: int | None, own: bool = False) -> None:
         """Tell, if it is this one's to tell, and end the rank, which may come to its `own` end."""
         if self._verdict is not None:
             return
