@@ -30,9 +30,8 @@ def run(arguments: argparse.Namespace, count: int, chosen: Sequence[str]) -> Non
         if name in chosen:
             print(f"shardwise: {name} is left out: {why}", file=sys.stderr)
     faults = draw(arguments.seed, count, kinds)
-    part = (
-        None if arguments.json is None else arguments.json.with_name(arguments.json.name + ".rows")
-    )
+    path: Path | None = arguments.json
+    part = None if path is None else path.with_name(path.name + ".rows")
     rows = _read_part(part) if arguments.resume and part is not None else []
     done = {row["number"]: row for row in rows}
     rows = [done[f.number] for f in faults if f.number in done and done[f.number]["kind"] == f.kind]
