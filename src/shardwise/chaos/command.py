@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.chaos.faults import KINDS
 from shardwise.errors import UserError, nearest
+from shardwise.profiling.results import check_file
 
 QUICK, FULL = 110, 1100  # faults
 
@@ -74,6 +75,7 @@ def chaos(arguments: argparse.Namespace) -> None:
             raise UserError(f"unknown class {name!r}{nearest(name, names)}")
     if arguments.resume and arguments.json is None:
         raise UserError("--resume goes on with a file: give --json FILE")
+    check_file("--json", arguments.json)
     from shardwise.chaos.report import run
 
     run(arguments, count, chosen)

@@ -17,13 +17,12 @@ from shardwise.chaos.faults import BY_NAME, KINDS, draw
 from shardwise.chaos.judge import Row
 from shardwise.chaos.run import run_faults, usable_kinds
 from shardwise.children import ChildFailed
-from shardwise.profiling.results import check_file, print_table, write_json
+from shardwise.profiling.results import print_table, write_json
 from shardwise.profiling.timing import describe_environment
 
 
 def run(arguments: argparse.Namespace, count: int, chosen: Sequence[str]) -> None:
     """Draw the faults, run those that are missing, show and write what became of them."""
-    check_file("--json", arguments.json)
     usable, left_out = usable_kinds()
     kinds = [kind for kind in usable if kind.name in chosen]
     for name, why in left_out.items():

@@ -24,6 +24,7 @@ COMMANDS = (
     "shardwise.lab.benchmarks",
     "shardwise.cli.calibrate",
     "shardwise.cli.emulate",
+    "shardwise.cli.doctor",
     "shardwise.chaos.command",
 )
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -43,20 +44,27 @@ def join_group(run: RunConfig) -> Member:
     return Member(rank, world, device, backend)
 
 
-def open_group(backend: str, device_id: torch.device | None = None) -> None:
+def open_group(
+    backend: str, device_id: torch.device | None = None, timeout: timedelta | None = None
+) -> None:
     """Join the default process group. torch's own store listens on all interfaces, whatever its
     address; ranks that `start_ranks` started meet on loopback only, at a port that is theirs.
     """
     at = launch.meeting
     if at is None:
-        dist.init_process_group(backend, device_id=device_id)
+        dist.init_process_group(backend, device_id=device_id, timeout=timeout)
         return
     fd = at.listener.detach() if at.listener is not None else None
     store = dist.TCPStore(
         "127.0.0.1", at.port, at.world, at.rank == 0, wait_for_workers=False, master_listen_fd=fd
     )
     dist.init_process_group(
-        backend, store=store, rank=at.rank, world_size=at.world, device_id=device_id
+        backend,
+        store=store,
+        rank=at.rank,
+        world_size=at.world,
+        device_id=device_id,
+        timeout=timeout,
     )
 
 
