@@ -133,7 +133,7 @@ class Injector:
             return
         self._seen += 1
         # The save before had as many operations; of the first only these are sure.
-        due = 1 + int(self.fault.chance * (self._seen_before or 3))
+        due = 1 + int(self.fault.chance * (self._seen_before or (1 if operations else 3)))
         if self._is_at_save() and self._seen >= due:
             self.operation = operation
             self.strike()
