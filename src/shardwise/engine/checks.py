@@ -189,11 +189,14 @@ class Agreement:
 
 
 def check_plan(plan: Plan) -> None:
-    """Error on every rank if ranks shard by different plans, naming the setting and who differs."""
+    """Error on every rank if ranks shard by different plans, naming the setting and who differs.
+    Units come from the models, which are compared with the first pass.
+    """
     control = control_of(dist.group.WORLD) if dist.is_initialized() else None
     if control is None or plan.device_mesh is not None:  # on a mesh of theirs, parts may differ
         return
-    fields = [field.name for field in dataclasses.fields(plan) if field.compare]
+    fields = [each.name for each in dataclasses.fields(plan) if each.compare]
+    fields.remove("units")
     plans = control.exchange({name: getattr(plan, name) for name in fields})
     for name in fields:
         values = [each[name] for each in plans]
