@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.watch import rank as watched
 from shardwise.watch.rank import ENDED
 from tests.hosts import Hosts, permitted, two_hosts
 from tests.ranks import PRELOADED
@@ -168,6 +169,7 @@ def train(folder: Path, fault: str = "", who: int = 1, steps: int = 8, pause: fl
     settings = {"forward_prefetch": 0, "backward_prefetch": 0} if where == "order" else {}
     model = sw.shard(Net(), sw.Plan.of("zero3", mesh=world, whole_below=0, **settings))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    assert watched.on is None or watched.on.complete.wait(20)
     for step in range(1, steps + 1):
         if step == 2:
             (folder / f"trains{rank}").touch()
@@ -382,6 +384,7 @@ def _retry_alone(folder: Path) -> None:
     """
     model = sw.shard(Net(), sw.Plan.of("zero3", mesh=2, whole_below=0))
     tries = iter([True])
+    assert watched.on is not None and watched.on.complete.wait(20)
 
     def fail_once(number: int) -> None:
         if dist.get_rank() == 1 and next(tries, False):

@@ -6,6 +6,7 @@ that began it is to be named.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.children import describe_end
 from shardwise.watch.page import RUNS
 
 SETTINGS = "SHARDWISE_WATCHER"  # in the environment of a watcher: what it has to know
@@ -148,6 +148,9 @@ class Hub:
         """A watcher's connection has closed."""
         seen = self.ranks[rank]
         seen.connected = False
+        near = 0 in self.ranks and seen.home == self.ranks[0].home
+        if near and is_alive(seen.pid):
+            return  # somebody has killed the watcher, not the rank
         if seen.ended is None and not seen.left:
             text = (
                 "is lost: its watcher's connection closed. Its machine, the link to it, or all of "
@@ -246,9 +249,12 @@ class Hub:
                 )
                 self._fault(rank, 1, "killed", text)
             elif seen.code < 0:
+                from shardwise.children import describe_end  # not before: a watcher is to be small
+
                 aborts = -seen.code == signal.SIGABRT
-                order = 5 if seen.code in _ASKED_TO_END else 3 if aborts else 1
-                self._fault(rank, order, "killed", describe_end(seen.code))
+                asked = seen.code in _ASKED_TO_END
+                order, settle = (5, _LOST_S) if asked else (3 if aborts else 1, _SETTLE_S)
+                self._fault(rank, order, "killed", describe_end(seen.code), settle=settle)
             else:
                 patience = _LEAVING_S if seen.leaves is not None else _SETTLE_S
                 text = f"exited with code {seen.code} (its output may say why)"
@@ -414,3 +420,17 @@ class Hub:
                     f"{counts[behind]}). Nobody is ended for that: it may be slow"
                 )
                 return
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
+    except OSError:
+        return True

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import zlib
 
 TRACKS, RING, _WORDS = 16, 2048, 32
@@ -31,6 +30,8 @@ def make() -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("shardwise-watch")
     else:
+        import tempfile
+
         fd, path = tempfile.mkstemp(prefix="shardwise-watch-")
         os.unlink(path)
     os.ftruncate(fd, NBYTES)

@@ -44,7 +44,8 @@ class Watch:
 
     def __init__(self, rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None:
         self._pid, self._stands = os.getpid(), stands
-        self._verdict = threading.Event()
+        self._verdict, self._hub_known = threading.Event(), threading.Event()
+        self.complete = threading.Event()  # the watchers of all ranks have met
         self._speaks = False  # the watcher leaves it to this rank to say what it raised
         self._lock = threading.Lock()
         self._store, self._key = store, _agree_key(store, world)
@@ -81,6 +82,7 @@ class Watch:
             listener.close()
             store.set(self._key, json.dumps(hub))
             self._tell(hub=hub)
+            self._hub_known.set()
         threading.Thread(target=self._listen, args=(rank != 0,), daemon=True).start()
         self._outer_hook = sys.excepthook
         sys.excepthook = self._before_end
@@ -127,6 +129,7 @@ class Watch:
         """
         if os.getpid() != self._pid or not self._stands():
             return False
+        self._hub_known.wait(_PATIENCE_S)
         name = type(error).__name__
         text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         self._tell(raised={"type": name, "said": f"{name}: {error}"[:2000], "text": _cut(text)})
@@ -136,10 +139,10 @@ class Watch:
         self._tell(leaves={"world": self._stands()})
 
     def stop(self) -> None:
-        """From now on, however this rank ends, it is nobody's fault."""
+        """The watch of this world is over: however this rank ends, it is nobody's fault."""
         if sys.excepthook == self._before_end:
             sys.excepthook = self._outer_hook
-        self._tell(leaves={"world": False})
+        self._tell(bye=True)
 
     # The watcher's words
 
@@ -149,6 +152,9 @@ class Watch:
         with os.fdopen(os.dup(self._from), "r", encoding="utf-8") as lines:
             for line in lines:
                 word = line.strip()
+                if word == "complete":
+                    self.complete.set()
+                    continue
                 self._speaks = word == "speak"
                 if word == "end":
                     _flush()
@@ -165,6 +171,7 @@ class Watch:
                 time.sleep(nap)
                 nap = min(nap * 1.5, 0.5)
             self._tell(hub=json.loads(self._store.get(self._key)))
+            self._hub_known.set()
         except Exception:  # the store has gone, and with it this world
             return
         finally:

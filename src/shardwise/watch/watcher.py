@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.watch.hub import GONE_S, HEART_S, SETTINGS, TICK_S, Hub, Verdict
+from shardwise.watch.hub import GONE_S, HEART_S, SETTINGS, TICK_S, Hub, Verdict, is_alive
 from shardwise.watch.page import Reader
 
 _FORCE_S = 0.3  # from asking a rank to end to killing it
@@ -105,6 +105,7 @@ class Watcher:
         self._said: dict[str, int] = {}  # counts that the hub knows
         self._stopped = False
         self._leaves: dict[str, Any] | None = None
+        self._raised: dict[str, Any] | None = None
         self.ended: float | None = None
         self._verdict: Verdict | None = None
         self._kill_at: float | None = None
@@ -186,14 +187,17 @@ class Watcher:
             self._tell(stopped=self._stopped, place=self._page.place)
 
     def _rank_ended(self) -> None:
-        """Say how, as far as it can be known; let go of what others may wait for."""
+        """Say how, as far as it can be known."""
+        self._words.drain()
+        self._rank_left(_await_exit_code(self._pid, self._pidfd))
+
+    def _rank_left(self, code: int | None) -> None:
+        """It has ended, or left its world. Let go of what others may wait for."""
         if self.ended is not None:
             return
         self.ended = time.monotonic()
-        self._words.drain()
         if self._pidfd is not None:
             self.selector.unregister(self._pidfd)
-        code = _await_exit_code(self._pid, self._pidfd)
         place, counts = self._page.place, self._counts()
         self._tell(ended={"code": code, "leaves": self._leaves, "place": place, "counts": counts})
         if self._leaves is not None or self._verdict is not None:
@@ -219,7 +223,11 @@ class Watcher:
         elif "raised" in said:
             if self._link is None:
                 self._to_rank("speak")
-            self._tell(raised={**said["raised"], "place": self._page.place})
+            self._raised = {**said["raised"], "place": self._page.place}
+            self._tell(raised=self._raised)
+        elif "bye" in said:
+            self._leaves = {"world": False}
+            self._rank_left(0)
         elif "leaves" in said:
             self._leaves = said["leaves"]
             self._tell(leaves=self._leaves)
@@ -250,8 +258,15 @@ class Watcher:
     def _join(self, host: str, port: int, token: str) -> None:
         try:
             door = socket.create_connection((host, port), timeout=GONE_S)
-        except OSError:
-            return  # nobody to tell; the rank's own errors stand
+        except ConnectionRefusedError:
+            return  # rank 0 has ended already
+        except OSError as error:
+            # A wall between the hosts, maybe, that lets only known ports pass. The job may live.
+            _say(
+                f"rank {self.rank} is not watched: its watcher cannot reach rank 0's at "
+                f"{host}:{port} ({error})"
+            )
+            return
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         door.setblocking(False)
         self._hub_heard = time.monotonic()
@@ -261,6 +276,8 @@ class Watcher:
         self._tell(hello={"rank": self.rank, "token": token, **me})
         for group, (_, ranks) in self._groups.items():
             self._tell(group=[group, ranks])
+        if self._raised is not None:
+            self._tell(raised=self._raised)
 
     def _tell(self, **said: Any) -> None:
         if self._link is not None:
@@ -270,6 +287,8 @@ class Watcher:
         self._hub_heard = time.monotonic()
         if "peers" in said:
             self._peers = {int(rank): tuple(peer) for rank, peer in said["peers"].items()}
+            if len(self._peers) == self.world:
+                self._to_rank("complete")
         elif "say" in said:
             group, count = said["say"]
             self._tell(hash=[group, count, self._page.hash_at(self._groups[group][0], count)])
@@ -297,7 +316,7 @@ class Watcher:
         if self._verdict is not None or self.ended is not None or self.hub is not None:
             return
         host, home, pid = self._peers.get(0, ("its host", "", 0))
-        if self._hub_left or (home == self._home and _is_alive(pid)):
+        if self._hub_left or (home == self._home and is_alive(pid)):
             return
         here = [rank for rank, (_, at, _) in self._peers.items() if at == self._home]
         text = (
@@ -353,20 +372,6 @@ def _home() -> str:
         with contextlib.suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{namespace}"))
     return " ".join(parts)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
-    except OSError:
-        return True
 
 
 _GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 1 << 3, struct.Struct("QQ11Ii")
