@@ -106,6 +106,14 @@ class Watch:
         if track is not None:
             track.add(verb, unit)
 
+    def orders(self) -> dict[str, tuple[int, int]]:
+        """Of each group: how many collectives this rank has issued in it, and their hash."""
+        return {
+            group: (track._count, track._hash)
+            for group, track in self._tracks.items()
+            if track is not None and not group.startswith(page.RUNS)
+        }
+
     def end_step(self) -> None:
         self._words[0] = page.BETWEEN
         self._words[1] += 1
