@@ -56,6 +56,8 @@ _ORDER = (
     r"where rank \d has forward of unit blocks\.{other}\b"
     r"|^shardwise: rank \d of 2 runs another order than rank {rank} in step {step}: forward of "
     r"unit blocks\.{other} where rank {rank} has forward of unit blocks\.{unit}\b"
+    # Or a save has come first.
+    r"|CheckpointError: .*: ranks (\d and {rank}|{rank} and \d) have run units in different orders"
 )
 _REFUSED = r"rank {rank}\b"
 _FILE = r"\brank-0000{rank}\.safetensors|\bmanifest\.json"

@@ -26,12 +26,13 @@ from shardwise.chaos.faults import SAVING, Fault
 from shardwise.chaos.hosts import cut_cable, throttle_cable
 from shardwise.chaos.job import CUT
 from shardwise.checkpoint import storage
+from shardwise.watch import rank as watch
 
 # Longer than the watchers' patience with a rank that is stopped, or a host that is silent.
 SLOW_S = 4.0
 PAUSE_S = 0.8
 SOON_S = 0.02
-MEETING_S = 1.5  # until watchers on two hosts have met: before that they cannot miss each other
+MEETING_S = 10.0
 _ROOM = 32 * 2**20  # bytes that a rank may still allocate before its memory runs out
 _MUCH = 2**31
 
@@ -54,8 +55,10 @@ class Injector:
 
     def strike(self) -> None:
         self.armed = False
-        if self.fault.kind == "link cut":
-            time.sleep(MEETING_S)
+        if self.fault.kind == "link cut" and watch.on is not None:
+            watch.on.complete.wait(
+                MEETING_S
+            )  # before watchers have met they cannot miss each other
         self._record("fault")
         WAYS[self.fault.kind](self)
 
