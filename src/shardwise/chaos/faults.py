@@ -19,9 +19,7 @@ STRATEGIES = ("zero3", "zero2", "zero1", "ddp", "hsdp")
 # What is to become of a job. After every one of them: no process of it is alive, and what is on the
 # disk loads to exactly a state that was saved, the last committed one.
 ENDS = "ends"  # all ranks end in time, with a message that names rank and cause
-REFUSED = (
-    "refused"  # the call is an error, the same on every rank; the job goes on as if never made
-)
+REFUSED = "refused"  # the call is an error, the same on every rank, and the job goes on
 CONTINUES = "continues"  # nothing is said; the job ends as it would have
 DIES = "dies"  # all ranks are gone at once: only the disk is left to be judged
 OUTCOMES = (ENDS, REFUSED, CONTINUES, DIES)

@@ -13,8 +13,10 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from shardwise.chaos.faults import BY_NAME, KINDS, SAVES, Fault, Kind
 from shardwise.chaos.hosts import Hosts, permitted
 from shardwise.chaos.job import become_supervisor, run_alone, run_ranks
 from shardwise.chaos.judge import Row, judge
+from shardwise.children import ChildFailed
 
 _NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE, MS_REC
 _DISK_BYTES = 2**20
@@ -46,6 +49,9 @@ class Slot:
                 become_supervisor()
                 _serve(theirs, base / f"slot-{number}")
                 code = 0
+            except BaseException as error:
+                if not isinstance(error, SystemExit):
+                    traceback.print_exc()
             finally:
                 os._exit(code)
         theirs.close()
@@ -53,6 +59,12 @@ class Slot:
     def send(self, fault: Fault) -> None:
         self.fault = fault
         self.pipe.send(fault)
+
+    def receive(self) -> Row:
+        try:
+            return dict(self.pipe.recv())
+        except EOFError:
+            raise ChildFailed(f"what supervises jobs failed at {self.fault}") from None
 
     def end(self) -> None:
         """Now, whatever it does: what it has started ends with it."""
@@ -106,6 +118,7 @@ def run_faults(faults: Sequence[Fault], slots: int) -> Iterator[Row]:
     """The rows, as they come."""
     for name in _PRELOADED:
         importlib.import_module(name)
+    may_mount()  # asked once, for all slots
     base = Path(tempfile.mkdtemp(prefix="shardwise-chaos-", dir=_memory()))
     gc.freeze()
     pool = [Slot(base, number) for number in range(min(slots, len(faults)))]
@@ -117,7 +130,7 @@ def run_faults(faults: Sequence[Fault], slots: int) -> Iterator[Row]:
         while busy:
             for pipe in wait(list(busy)):
                 slot = busy[pipe]  # type: ignore[index]
-                yield slot.pipe.recv()
+                yield slot.receive()
                 fault = next(waiting, None)
                 if fault is None:
                     del busy[slot.pipe]
@@ -148,8 +161,23 @@ def usable_kinds() -> tuple[list[Kind], dict[str, str]]:
     return [kind for kind in KINDS if kind.name not in left_out], left_out
 
 
+@cache
 def may_mount() -> bool:
-    return os.geteuid() == 0
+    """Tried in a child, since a mount is for good."""
+    folder = Path(tempfile.mkdtemp())
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            _mount(folder)
+            code = 0
+        except OSError:
+            pass
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    folder.rmdir()
+    return status == 0
 
 
 def _mount(folder: Path) -> None:
