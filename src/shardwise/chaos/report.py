@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.chaos.faults import BY_NAME, KINDS, draw
+from shardwise.chaos.faults import BY_NAME, CONTINUES, KINDS, REFUSED, draw
 from shardwise.chaos.judge import Row
 from shardwise.chaos.run import run_faults, usable_kinds
 from shardwise.children import ChildFailed
@@ -88,7 +88,9 @@ def _tell(row: Row, done: int, total: int, began: float) -> None:
 def compare_states(rows: Sequence[Row]) -> None:
     """Jobs of one strategy, world and seed that come to their last step come to one state."""
     ends: dict[tuple[Any, ...], str] = {}
-    alike = [row for row in rows if row.get("state") and row["kind"] != "nonfinite"]
+    alike = [
+        row for row in rows if row["outcome"] in (CONTINUES, REFUSED) and row["kind"] != "nonfinite"
+    ]
     for row in sorted(alike, key=lambda row: (bool(row["wrong"]), row["kind"] != "none")):
         key = row["strategy"], row["world"], row["seed"]
         if ends.setdefault(key, row["state"]) != row["state"]:
