@@ -18,6 +18,8 @@ import results_page
 import step_tables
 from page_tables import make_table
 
+from shardwise.chaos import report as chaos
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end -->\n"
@@ -147,7 +149,15 @@ def make_exercise_table(name: str, make: Callable[[Any], str]) -> str:
     return "\n".join([make(load(name)), note(name) + ".", ""])
 
 
+def make_chaos_table() -> str:
+    """Every class of faults, and what became of them."""
+    result = load("chaos-cpu.json")
+    heads, lines = chaos.lines_of(result)
+    return "\n".join([f"{chaos.sum_up(result)}.", "", finish(heads, lines, "chaos-cpu.json")])
+
+
 TABLES = {
+    "chaos": make_chaos_table,
     "attention": make_attention_table,
     "attention-head": make_one_head_table,
     "attention-plain": make_plain_attention_table,
@@ -161,6 +171,7 @@ PAGES = {
                            "attention-step"],
     "docs/attention.md": ["attention", "attention-head"],
     "docs/emulation.md": ["emulated", "emulated-check"],
+    "docs/faults.md": ["chaos"],
     "docs/profiling.md": ["profile"],
     "docs/exercises-measured.md": list(exercise_tables.TABLES),
 }  # fmt: skip

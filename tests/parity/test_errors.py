@@ -41,6 +41,20 @@ def test_a_mesh_that_does_not_match_the_world(two: Ranks, mesh: Any) -> None:
     _raises(two, _shard, name, mesh, match=r"mesh .* ranks, but 2 are running .*product is 2")
 
 
+def _other_plan(setting: str) -> None:
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    name = "zero1" if odd and setting == "name" else "zero3"
+    more = {"forward_prefetch": 2} if odd and setting == "forward_prefetch" else {}
+    _shard(name, dist.get_world_size(), **more)
+
+
+def test_ranks_with_different_plans(two: Ranks, four: Ranks) -> None:
+    told = r"rank 1 shards by another plan than rank 0: Plan.name is 'zero1' there, 'zero3' on"
+    _raises(two, _other_plan, "name", match=told)
+    told = "rank 3 shards by another plan than rank 0: Plan.forward_prefetch is 2 there, 1 on"
+    _raises(four, _other_plan, "forward_prefetch", match=told)
+
+
 def _uneven_in_a_group(name: str, sync: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = (2, world // 2) if name == "hsdp" else world

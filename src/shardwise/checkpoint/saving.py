@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ from shardwise.checkpoint.write import (
     write_part,
 )
 from shardwise.engine.collectives import PerWorld
+from shardwise.watch import rank as watch
 
 PROGRESS_S = 2.0  # a save that takes longer says how far it is
 
@@ -150,6 +151,8 @@ class Said:
     order: Order
     table: Table
     share: Share  # without its tensors
+    # Of each group of ranks: how many collectives were issued in it, and a hash of their order.
+    moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def table_without_repeats(self, rank: int, firsts: Sequence[int]) -> Table:
         """Its table without an `extra` that an earlier rank has alike."""
@@ -207,6 +210,22 @@ def save_shares(path: str | os.PathLike[str], shares: Sequence[Share], step: int
         raise
     storage.point(name)
     return storage.join(name)
+
+
+def check_moved(doing: str, said: Sequence[Said]) -> None:
+    """What ranks hold after they have moved different units in one collective is kept by nobody.
+    The watch ends such a job a moment later; a save may come first.
+    """
+    first: dict[tuple[str, int], int] = {}
+    for rank, each in enumerate(said):
+        for group, (count, order) in each.moved.items():
+            other = first.setdefault((group, count), rank)
+            if said[other].moved[group][1] != order:
+                raise CheckpointError(
+                    f"{doing}: ranks {other} and {rank} have run units in different orders, so "
+                    "what they gathered or reduced together, and hold now, is not what was asked "
+                    "for. Let every rank run the same modules in the same order"
+                )
 
 
 def make_manifest(
@@ -362,9 +381,11 @@ def save(
     def say() -> Said:
         order = Order(os.fspath(path), step, keep_latest_k, asynchronous)
         own.append(collect(model, optimizer, extra, random, ranks.rank))
-        return Said(order, own[0].table, replace(own[0], held=[]))
+        moved = watch.on.orders() if watch.on is not None else {}
+        return Said(order, own[0].table, replace(own[0], held=[]), moved)
 
     said = ranks.agree(doing, say)
+    check_moved(doing, said)
     storage = storage_of(path)
     # What follows from what all have said is the same on all, its errors too.
     assignment = assign_pieces(said)

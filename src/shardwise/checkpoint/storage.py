@@ -174,7 +174,8 @@ class Folder(Storage):
         return bytes(buffer[: self.read_into(name, file, start, memoryview(buffer))])
 
     def read_into(self, name: str, file: str, start: int, buffer: memoryview) -> int:
-        descriptor = os.open(self._at(name, file), os.O_RDONLY)
+        path = self._at(name, file)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             done = 0
             while done < len(buffer):
@@ -183,6 +184,8 @@ class Folder(Storage):
                     break
                 done += got
             return done
+        except OSError as error:  # that of an open descriptor names no file
+            raise OSError(error.errno, error.strerror, path) from error
         finally:
             os.close(descriptor)
 

@@ -25,6 +25,7 @@ COMMANDS = (
     "shardwise.cli.calibrate",
     "shardwise.cli.emulate",
     "shardwise.cli.doctor",
+    "shardwise.chaos.command",
 )
 
 

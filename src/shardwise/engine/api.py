@@ -42,6 +42,7 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
         )
     device = find_device(model)
     plan = plan.resolve(model)
+    checks.check_plan(plan)
     mesh = mesh_of(plan, device)
     units = attach(model, plan, mesh)
     _start(model, plan, units, mesh)

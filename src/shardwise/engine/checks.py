@@ -4,6 +4,7 @@ what it was when it was sharded, parameters are read where they are whole.
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import re
 import warnings
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.collectives import digest
+from shardwise.engine.collectives import control_of, digest
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.storage import keeper_of
 from shardwise.engine.torch_private import children_of, parameters_of
 from shardwise.engine.unit import Unit
+from shardwise.planning.plan import Plan
 from shardwise.schedule.policy import Policy
 
 if TYPE_CHECKING:
@@ -184,6 +186,34 @@ class Agreement:
             f"parameter {name!r} was used on some ranks only (not on {ranks} of those that ran); "
             "let every rank use it, or allow zeros in its place with Plan.of(..., unused='zeros')"
         )
+
+
+def check_plan(plan: Plan) -> None:
+    """Error on every rank if ranks shard by different plans, naming the setting and who differs.
+    Units come from the models, which are compared with the first pass.
+    """
+    control = control_of(dist.group.WORLD) if dist.is_initialized() else None
+    if control is None or plan.device_mesh is not None:  # on a mesh of theirs, parts may differ
+        return
+    fields = [each.name for each in dataclasses.fields(plan) if each.compare]
+    fields.remove("units")
+    plans = control.exchange({name: getattr(plan, name) for name in fields})
+    for name in fields:
+        values = [each[name] for each in plans]
+        usual = max(values, key=values.count)
+        if any(value != usual for value in values):
+            rank = next(rank for rank, value in enumerate(values) if value != usual)
+            first = values.index(usual)
+            raise RuntimeError(
+                f"rank {rank} shards by another plan than rank {first}: Plan.{name} is "
+                f"{_shorten(values[rank])} there, {_shorten(usual)} on rank {first}. Give every "
+                "rank the same plan"
+            )
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _first_difference(said: list[dict[str, Any]]) -> str:

@@ -102,8 +102,8 @@ class Hub:
 
     def join(self, rank: int, host: str, home: str, pid: int, send: Callable[..., None]) -> None:
         self.ranks[rank] = Seen(host, home, pid, send, time.monotonic())
-        if self.verdict is not None:
-            self._pass(self.verdict)
+        if self.verdict is not None:  # told already; this one has only to end
+            send(verdict=vars(self.verdict), printer=None, own=[])
             return
         peers = {r: (seen.host, seen.home, seen.pid) for r, seen in self.ranks.items()}
         if len(peers) == self.world:

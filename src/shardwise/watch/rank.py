@@ -62,7 +62,10 @@ class Watch:
         }  # fmt: skip
         if settings["verdict"]:
             settings["verdict"] = os.path.abspath(os.environ[VERDICT])  # it works in /
-        passed = [fd] if listener is None else [fd, listener.fileno()]
+        # Opened here: when the watcher has started, this rank may have ended and be forgotten.
+        pidfd = settings["pidfd"] = _open_process(self._pid)
+        door = None if listener is None else listener.fileno()
+        passed = [each for each in (fd, pidfd, door) if each is not None]
         # Its standard error is this rank's, for the one message; it closes it when the rank ends.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BEGIN, str(Path(__file__).parents[1])],
@@ -72,6 +75,8 @@ class Watch:
         )  # fmt: skip
         self._process.returncode = 0  # nobody waits for it: it ends after this process
         os.close(fd)
+        if pidfd is not None:
+            os.close(pidfd)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._to, False)
@@ -102,6 +107,14 @@ class Watch:
         self._words[0] = self._units[unit][0] << 4 | verb
         if track is not None:
             track.add(verb, unit)
+
+    def orders(self) -> dict[str, tuple[int, int]]:
+        """Of each group: how many collectives this rank has issued in it, and their hash."""
+        return {
+            group: (track._count, track._hash)
+            for group, track in self._tracks.items()
+            if track is not None and not group.startswith(page.RUNS)
+        }
 
     def end_step(self) -> None:
         self._words[0] = page.BETWEEN
@@ -214,6 +227,14 @@ def begin(rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None
             on = Watch(rank, world, store, stands)
         except OSError as error:
             print(f"shardwise: ranks are not watched: {error}", file=sys.stderr)
+
+
+def _open_process(pid: int) -> int | None:
+    """What tells of its end, and how it ended, also when it is forgotten; None on an old system."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _agree_key(store: Any, world: int) -> str:

@@ -117,13 +117,9 @@ class Watcher:
         os.set_blocking(0, False)
         self._words = Link(self, os.fdopen(0, "rb", buffering=0), self._from_rank)
         self._beat_at = 0.0
-        self._pidfd: int | None = None
-        if hasattr(os, "pidfd_open"):
-            try:
-                self._pidfd = os.pidfd_open(self._pid)
-                self.selector.register(self._pidfd, selectors.EVENT_READ, self._rank_ended)
-            except OSError:
-                self._pidfd = None
+        self._pidfd: int | None = settings["pidfd"]
+        if self._pidfd is not None:
+            self.selector.register(self._pidfd, selectors.EVENT_READ, self._rank_ended)
         self.hub: Hub | None = None
         if settings["listener"] is not None:
             self._listener = socket.socket(fileno=settings["listener"])
@@ -134,7 +130,8 @@ class Watcher:
     def run(self) -> None:
         tick = time.monotonic()
         while True:
-            settles = self.hub.settles if self.hub is not None else None
+            hub = self.hub
+            settles = hub.settles if hub is not None and hub.verdict is None else None
             until = min(tick, settles or tick, self._kill_at or tick)
             for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
                 key.data()
@@ -170,7 +167,8 @@ class Watcher:
                 self._hub_lost(f"has been silent for {now - self._hub_heard:.1f} s")
         if self._kill_at is not None and now >= self._kill_at and self.ended is None:
             self._kill_at = None
-            os.kill(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._pid, signal.SIGKILL)
 
     def _is_over(self, now: float) -> bool:
         if self.ended is None or (self.hub is not None and not self.hub.is_over(now)):
@@ -191,7 +189,7 @@ class Watcher:
     def _rank_ended(self) -> None:
         """Say how, as far as it can be known."""
         self._words.drain()
-        self._rank_left(_exit_code(self._pid, self._pidfd))
+        self._rank_left(_await_exit_code(self._pid, self._pidfd))
 
     def _rank_left(self, code: int | None) -> None:
         """It has ended, or left its world. Let go of what others may wait for."""
@@ -331,7 +329,7 @@ class Watcher:
 
     # The end
 
-    def _end(self, verdict: Verdict, printer: int, own: bool = False) -> None:
+    def _end(self, verdict: Verdict, printer: int | None, own: bool = False) -> None:
         """Tell, if it is this one's to tell, and end the rank, which may come to its `own` end."""
         if self._verdict is not None:
             return
@@ -377,6 +375,17 @@ def _home() -> str:
 
 
 _GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 1 << 3, struct.Struct("QQ11Ii")
+
+
+def _await_exit_code(pid: int, pidfd: int | None) -> int | None:
+    """For a moment it has left its children, and has no exit code yet."""
+    code = _exit_code(pid, pidfd)
+    for _ in range(50):
+        if code is not None or pidfd is None:
+            break
+        time.sleep(0.005)
+        code = _exit_code(pid, pidfd)
+    return code
 
 
 def _exit_code(pid: int, pidfd: int | None) -> int | None:

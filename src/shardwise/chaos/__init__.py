@@ -1,0 +1,1 @@
+"""Faults, injected into real jobs, and what became of them: `shardwise chaos`."""
