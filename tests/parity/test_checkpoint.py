@@ -172,8 +172,8 @@ def _free_ports(count: int) -> list[int]:
 
 
 def test_real_worlds_load_what_others_saved(tmp_path: Path) -> None:
-    """41 pairs of layouts on 1 to 4 ranks, trained. Of a 0-d parameter rank 0's copy is the one that
-    counts, for a checkpoint as for forward.
+    """41 pairs of layouts on 1 to 4 ranks, trained. Of a 0-d parameter rank 0's copy is the one
+    that counts, for a checkpoint as for forward.
     """
     ranks = Ranks(4)
     try:

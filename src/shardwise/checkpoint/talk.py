@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.manifest import CheckpointError, CorruptCheckpoint
 from shardwise.engine import torch_private
 from shardwise.engine.collectives import Control, PerWorld, control_of
+from shardwise.engine.mesh import watch_ranks
 
 Value = TypeVar("Value")
 
@@ -79,6 +80,7 @@ def talk() -> Talk:
     if not dist.is_initialized():
         return Talk(None, 0, 1)
     rank, world = dist.get_rank(), dist.get_world_size()
+    watch_ranks()  # a plain model's ranks too wait for each other here
     return Talk(control_of(dist.group.WORLD), rank, world)
 
 

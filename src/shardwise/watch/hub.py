@@ -223,7 +223,7 @@ class Hub:
                     if now - max(peer.moved, seen.ended or now) > _EARLY_S:
                         text = (
                             f"ended (its program was over) while rank {other} waits for it in a "
-                            "collective"
+                            "collective, a save or a load"
                         )
                         self._fault(rank, 2, "early", text)
                     return

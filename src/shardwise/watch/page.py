@@ -3,11 +3,12 @@ collectives in each process group.
 
     word 0         where it is: phase, unit
     word 1         steps that have ended
-    word 16 + t    track t: how many collectives were issued
+    word 16 + t    track t: how many collectives were issued, or words exchanged over the store
     then, for each track, a ring of entries: the hash of the whole order up to it; verb, unit, step
 
-A track is one process group. Its hash after n collectives is the same on all ranks of the group, or
-their orders differ. A second track of a group has the units that ran, which tells more of why.
+A track is one process group, or the ranks of one as they agree over the store. Its hash after n
+collectives is the same on all ranks of the group, or their orders differ. A second track of a group
+has the units that ran, which tells more of why.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import mmap
 import os
 import zlib
 
-TRACKS, RING, _WORDS = 16, 2048, 32
+TRACKS, RING, _WORDS = 32, 2048, 48
 NBYTES = 8 * (_WORDS + TRACKS * RING * 2)
-VERBS = ("gather", "reduce-scatter", "all-reduce", "forward", "backward")
-GATHER, SCATTER, ALL_REDUCE, FORWARD, BACKWARD = range(5)
+VERBS = ("gather", "reduce-scatter", "all-reduce", "forward", "backward", "exchange")
+GATHER, SCATTER, ALL_REDUCE, FORWARD, BACKWARD, EXCHANGE = range(6)
 BETWEEN = 15  # no unit runs
 RUNS = "runs of "  # before a group's name: the order in which its ranks run units
 _PRIME, _MASK = 0x100000001B3, (1 << 64) - 1
