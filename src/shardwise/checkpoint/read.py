@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -80,6 +80,22 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     return problems
 
 
+class Origin(Protocol):
+    """What a load reads from: a checkpoint, or files of another program seen as one."""
+
+    manifest: Manifest
+    digest: str  # ranks compare it: whether all see the same
+
+    @property
+    def path(self) -> str: ...
+
+    def check_files(self) -> None:
+        """Error where a file is not what the manifest says."""
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill every part."""
+
+
 class Checkpoint:
     """A committed checkpoint that is read."""
 
@@ -97,6 +113,13 @@ class Checkpoint:
     @property
     def path(self) -> str:
         return self.storage.join(self.name)
+
+    def check_files(self) -> None:
+        for file in self.manifest.files:
+            self.places(file)
+
+    def read(self, wants: Sequence[Want]) -> None:
+        read_all(self, wants)
 
     def damaged(self, file: str, text: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{self.storage.join(self.name, file)} {text}")
