@@ -49,9 +49,10 @@ def load_train_save(family: str, source: str, target: str) -> dict[str, Any]:
     """A model on meta, straight into the shards of its rank; then two steps."""
     with torch.device("meta"):
         model = tiny(family)
+    if family == "llama":  # its buffer of frequencies is in no file: the program computes it
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     sw.shard(model, sw.Plan.of("zero3", mesh=2))
     loaded = sw.load(source, model)
-    sw.materialize(model)  # buffers that no file has
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model.eval()
     before = model(tokens(0)).logits.detach()
@@ -84,7 +85,9 @@ def test_a_hugging_face_model_is_loaded_trained_and_given_back(family, two: Rank
     torch.testing.assert_close(results[0]["after"], logits)
     assert not torch.equal(results[0]["before"], results[0]["after"])
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
-    sizes = {name: (tmp_path / "back" / name).stat().st_size for name in index["weight_map"].values()}
+    sizes = {
+        name: (tmp_path / "back" / name).stat().st_size for name in index["weight_map"].values()
+    }
     assert len(sizes) > 1
     own = open_origin(str(tmp_path / "own")).manifest.tensors
     for name, value in back.state_dict().items():

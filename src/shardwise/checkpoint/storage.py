@@ -174,7 +174,9 @@ class Folder(Storage):
         return bytes(buffer[: self.read_into(name, file, start, memoryview(buffer))])
 
     def read_into(self, name: str, file: str, start: int, buffer: memoryview) -> int:
-        descriptor = os.open(self._at(name, file), os.O_RDONLY)
+        # No link out of the folder; a pipe would wait for somebody who writes into it.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self._at(name, file), flags)
         try:
             done = 0
             while done < len(buffer):

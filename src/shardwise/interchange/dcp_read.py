@@ -182,7 +182,7 @@ class _Entries:
                 self.fail(f"has {key!r:.80} in the file {name!r:.80}, expected a name")
             if name not in self._files:
                 self._files[name] = open_beside(self._folder, name, self._metadata.path)
-            check_dims(self._metadata, (start, length), f"the place of {key!r:.80}")
+            check_dims(self._metadata, (start, length), f"the place of {key!r:.80}", 2)
             if start + length > self._files[name].size:
                 self.fail(
                     f"has {key!r:.80} from {start} to {start + length} of {name}, which has "

@@ -166,9 +166,10 @@ class SafetensorsFile:
 
 def check_dims(file: ForeignFile, given: Any, what: str, count: int | None = None) -> Dims:
     """A list of whole numbers that a tensor can have, or `count` of them."""
+    most = MOST_ELEMENTS * 16  # bytes of the largest tensor
     fits = isinstance(given, list | tuple) and len(given) <= MOST_DIMS
-    if not fits or not all(type(n) is int and 0 <= n <= MOST_ELEMENTS * 16 for n in given):
-        file.fail(f"says {given!r:.80} for {what}, expected whole numbers >= 0")
+    if not fits or not all(type(n) is int and 0 <= n <= most for n in given):
+        file.fail(f"says {given!r:.80} for {what}, expected whole numbers from 0 to {most}")
     if count is not None and len(given) != count:
         file.fail(f"says {given!r:.80} for {what}, expected {count} numbers")
     if count is None and Box((), tuple(n or 1 for n in given)).numel > MOST_ELEMENTS:
