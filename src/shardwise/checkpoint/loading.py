@@ -394,7 +394,8 @@ class Loading:
             local_of(copy.target).copy_(copy.staged)
         for prefix, module in self.opened.module.named_modules():
             clean = clean_name(f"{prefix}.").removesuffix(".")
-            if clean in self._module_states:
+            has_state = type(module).set_extra_state is not nn.Module.set_extra_state
+            if has_state and clean in self._module_states:
                 module.set_extra_state(self._module_states[clean])
         if self.optimizer is not None and self.manifest.optimizer is not None:
             self._apply_optimizer(self.optimizer)

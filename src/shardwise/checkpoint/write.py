@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.checkpoint.collect import Assignment, Share
-from shardwise.checkpoint.manifest import ITEM_BYTES, Box, DataFile, Dims, Piece
+from shardwise.checkpoint.manifest import ITEM_BYTES, Box, DataFile, Dims, Piece, checksum
 from shardwise.checkpoint.storage import Storage
 from shardwise.checkpoint.trees import bytes_of
 
@@ -178,7 +178,7 @@ def _prepare(batch: list[Source]) -> Batch:
         if source.key.startswith(("model/", "optimizer/")):
             finite = finite and is_finite(host)
         data = bytes_of(host)
-        crcs.append(zlib.crc32(data))
+        crcs.append(checksum(data))
         if len(data) < JOIN_BYTES:
             small.append(data)
             continue
