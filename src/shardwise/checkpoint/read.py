@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -57,9 +57,12 @@ def locate(path: str | os.PathLike[str]) -> str:
     return found
 
 
-def verify(path: str | os.PathLike[str]) -> list[str]:
+def verify(
+    path: str | os.PathLike[str], progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[str]:
     """What is wrong with a checkpoint, after reading all of it: nothing, or one line for each
-    problem. `path` is a checkpoint's folder, or a root: its newest one.
+    problem. `path` is a checkpoint's folder, or a root: its newest one. `progress` is told how many
+    bytes are read, and of how many.
     """
     try:
         checkpoint = Checkpoint.open(locate(path))
@@ -73,11 +76,14 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
             pieces = [pair for pair in pieces if pair[1].file != file]
+    done, total = 0, sum(p.box.numel * ITEM_BYTES[s.dtype] for s, p in pieces)
     for saved, piece in pieces:  # one by one: the problem of one does not hide another's
         try:
             read_all(checkpoint, [Want(saved, (), (piece,))])
         except CheckpointError as error:
             problems.append(str(error))
+        done += piece.box.numel * ITEM_BYTES[saved.dtype]
+        progress(done, total)
     return problems
 
 

@@ -86,7 +86,7 @@ def inspect(arguments: argparse.Namespace) -> None:
 
     found = checkpoints_of(arguments.path)
     if found is None:
-        contents = look_into(arguments.path, arguments.verify)
+        contents = look_into(arguments.path, arguments.verify, _Progress("verified"))
         problems = contents.problems or []
         told: Any = contents.to_json()
         print("\n".join(contents.lines(arguments.tensors)))
@@ -94,7 +94,7 @@ def inspect(arguments: argparse.Namespace) -> None:
         print(f"{len(found)} checkpoint{'s' * (len(found) > 1)} in {arguments.path}")
         listed = []
         for number, path in enumerate(found):
-            listed.append(Listed.of(path, arguments.verify))
+            listed.append(Listed.of(path, arguments.verify, _Progress("verified")))
             print(listed[-1].line(newest=number == 0), flush=True)
         problems = [problem for each in listed for problem in each.problems or []]
         for problem in problems:
@@ -123,19 +123,25 @@ def _write_json(path: Path, told: Any) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
+class _Progress:
+    """Says on stderr, every two seconds, how far something is."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing, self._shown = doing, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        from shardwise.interchange.contents import show_bytes
+
+        if time.monotonic() - self._shown > 2:
+            self._shown = time.monotonic()
+            text = f"shardwise: {self._doing} {show_bytes(done)} of {show_bytes(total)}"
+            print(text, file=sys.stderr, flush=True)
+
+
 def convert(arguments: argparse.Namespace) -> None:
     """Convert, and say what was written and what was left out."""
     from shardwise.interchange.contents import show_bytes
     from shardwise.interchange.convert import convert as convert_checkpoint
-
-    shown = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal shown
-        if time.monotonic() - shown > 2:
-            shown = time.monotonic()
-            text = f"shardwise: {show_bytes(done)} of {show_bytes(total)}"
-            print(text, file=sys.stderr, flush=True)
 
     done = convert_checkpoint(
         arguments.source,
@@ -144,7 +150,7 @@ def convert(arguments: argparse.Namespace) -> None:
         key_prefix=arguments.key_prefix,
         max_shard_bytes=arguments.max_shard_size,
         dtype=_DTYPES.get(arguments.dtype),
-        progress=progress,
+        progress=_Progress("converted"),
     )
     print(f"{done.path}: {done.tensors} tensors, {show_bytes(done.nbytes)}")
     if done.left_out:

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.checkpoint.manifest import CheckpointError, SavedTensor
 from shardwise.checkpoint.read import Checkpoint, Origin, all_of, verify
+from shardwise.interchange.conversion import Progress
 from shardwise.interchange.foreign import Foreign
 from shardwise.interchange.origins import find_foreign, open_origin
 
@@ -140,13 +141,13 @@ def show_bytes(nbytes: int) -> str:
     return f"{size:.1f} TB"
 
 
-def look_into(path: str, verified: bool) -> Contents:
+def look_into(path: str, verified: bool, progress: Progress) -> Contents:
     """What one checkpoint holds: another program's, or one of ours."""
     origin = open_origin(path)
     if isinstance(origin, Foreign):
         origin.check_files()
         return Contents(origin.path, origin.kind, origin, None)
-    problems = verify(origin.path) if verified else None
+    problems = verify(origin.path, progress) if verified else None
     return Contents(origin.path, "shardwise", origin, problems)
 
 
@@ -161,13 +162,14 @@ class Listed:
     problems: list[str] | None
 
     @classmethod
-    def of(cls, path: str, verified: bool) -> Listed:
+    def of(cls, path: str, verified: bool, progress: Progress) -> Listed:
         try:
             manifest = Checkpoint.open(path).manifest
         except CheckpointError as error:
             return cls(path, None, 0, None, [str(error)])
         nbytes = sum(file.bytes for file in manifest.files.values())
-        return cls(path, manifest.step, nbytes, manifest.finite, verify(path) if verified else None)
+        problems = verify(path, progress) if verified else None
+        return cls(path, manifest.step, nbytes, manifest.finite, problems)
 
     @property
     def verdict(self) -> str:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.checkpoint.collect import cut_box
 from shardwise.checkpoint.manifest import ITEM_BYTES, Box, CheckpointError, Manifest
 from shardwise.checkpoint.pieces import Part
 from shardwise.checkpoint.read import Origin, Want
 
 SHARD_BYTES = 5_000_000_000  # as Hugging Face's `max_shard_size`
+READ_BYTES = 64 << 20  # a piece of ours, up to 16 MiB, is read whole even for a part of it
 FORMATS = ("shardwise", "dcp", "hf")
 
 Progress = Callable[[int, int], None]  # bytes done, of how many
@@ -60,6 +62,11 @@ class Conversion:
 
     def nbytes_of(self, key: str) -> int:
         return Box.whole(self.manifest.tensors[key].shape).numel * ITEM_BYTES[self.dtype_of(key)]
+
+    def cut(self, key: str) -> Iterator[Box]:
+        """Boxes to read a tensor by, in the order of its memory."""
+        saved = self.manifest.tensors[key]
+        return cut_box(Box.whole(saved.shape), ITEM_BYTES[saved.dtype], READ_BYTES)
 
     def keys(self, *groups: str) -> list[str]:
         return [key for key in self.manifest.tensors if key.startswith(groups)]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from shardwise import __version__
 from shardwise.checkpoint.collect import cut_box
 from shardwise.checkpoint.manifest import (
     ITEM_BYTES,
@@ -128,7 +128,7 @@ def _to_hf(job: Conversion) -> Converted:
             with open(os.path.join(folder, file), "wb") as stream:
                 stream.write(_header(job, names, prefix))
                 for key in shard:
-                    for box in cut_box(Box.whole(job.manifest.tensors[key].shape), 16):
+                    for box in job.cut(key):
                         stream.write(bytes_of(job.read_box(key, box)))
                     done += job.nbytes_of(key)
                     job.progress(done, total)
@@ -220,7 +220,10 @@ def _to_shardwise(job: Conversion) -> Converted:
             files=files,
             finite=written.finite,
             serial=begun.serial,
-            versions={"torch": torch.__version__, "shardwise": __version__},
+            versions={
+                "torch": torch.__version__,
+                "shardwise": sys.modules["shardwise"].__version__,
+            },
         )
         name = storage.commit(begun.temporary, begun.name, made.to_text().encode())
     except BaseException:

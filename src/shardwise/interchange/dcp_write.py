@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.checkpoint.collect import cut_box
-from shardwise.checkpoint.manifest import ITEM_BYTES, Box, SavedOptimizer
+from shardwise.checkpoint.manifest import Box, SavedOptimizer
 from shardwise.checkpoint.trees import decode, keys_in
 from shardwise.description.parameters import dtype_name
 from shardwise.engine import torch_private
@@ -28,7 +27,6 @@ from shardwise.interchange.conversion import Conversion, Converted, left_out, ne
 from shardwise.interchange.dcp_read import METADATA
 
 _MODEL, _OPTIMIZER = "model.", "optim"  # what names begin with, as in torch's examples
-_CHUNK_BYTES = 256 << 20
 
 
 class _Writer:
@@ -103,10 +101,7 @@ def to_dcp(job: Conversion) -> Converted:
             for key, path in paths:
                 shape = manifest.tensors[key].shape
                 name = writer.add_tensor(path, shape, job.dtype_of(key))
-                boxes = [Box.whole(shape)]
-                if boxes[0].numel:
-                    boxes = list(cut_box(boxes[0], ITEM_BYTES[job.dtype_of(key)], _CHUNK_BYTES))
-                for box in boxes:
+                for box in job.cut(key):
                     writer.add_chunk(name, box, job.read_box(key, box))
                 done += job.nbytes_of(key)
                 job.progress(done, total)

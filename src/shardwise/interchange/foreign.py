@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from shardwise.checkpoint.manifest import (
     SavedOptimizer,
     SavedTensor,
 )
-from shardwise.checkpoint.read import Want
+from shardwise.checkpoint.pieces import Part
+from shardwise.checkpoint.read import THREADS, Want
 from shardwise.description.parameters import dtype_name
 from shardwise.interchange.files import (
     MOST_INDEX_BYTES,
@@ -61,14 +63,22 @@ class Foreign:
         """All that there is to check was, when they were opened."""
 
     def read(self, wants: Sequence[Want]) -> None:
-        """Fill the parts, each piece's overlap at a time."""
-        for want in wants:
-            for piece, dtype, parts in want.reads():
-                for part in parts:
-                    shared = part.box.overlap(piece.box)
-                    assert shared is not None
-                    source = self.read_box(piece, dtype, shared)
-                    part.tensor[shared.within(part.box)].copy_(source)
+        """Fill the parts; the first error is raised when all reads have ended."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            futures = [
+                pool.submit(self._fill, part, piece, dtype)
+                for want in wants
+                for piece, dtype, parts in want.reads()
+                for part in parts
+            ]
+            for future in futures:
+                future.result()
+
+    def _fill(self, part: Part, piece: Piece, dtype: str) -> None:
+        shared = part.box.overlap(piece.box)
+        assert shared is not None
+        source = self.read_box(piece, dtype, shared)
+        part.tensor[shared.within(part.box)].copy_(source)
 
     def read_box(self, piece: Piece, dtype: str, box: Box) -> torch.Tensor:
         """A box inside of a piece's."""
