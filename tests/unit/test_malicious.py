@@ -32,7 +32,8 @@ from shardwise.interchange.convert import convert
 from shardwise.trainer.config import load_config
 from shardwise.trainer.loop import load_plan
 
-MOST_S = 5.0  # alone each takes a few hundredths
+MOST_S = 1.0  # of this process's own time: other processes may have the machine
+MOST_WAIT_S = 30.0
 MOST_GROWTH_KB = 300_000
 
 
@@ -71,10 +72,11 @@ def refused(action: Callable[[], Any], phrase: str, folder: Path) -> None:
     """The error is a user's, says the phrase, comes soon, and leaves everything as it was."""
     before = sorted(folder.rglob("*"))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.monotonic()
+    began, used = time.monotonic(), time.process_time()
     with pytest.raises(UserError, match=phrase) as found:
         action()
-    assert time.monotonic() - began < MOST_S
+    assert time.process_time() - used < MOST_S
+    assert time.monotonic() - began < MOST_WAIT_S
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < MOST_GROWTH_KB
     assert len(str(found.value)) < 2000, "the message repeats what the file says"
     assert sorted(folder.rglob("*")) == before, "something was written"
