@@ -71,6 +71,8 @@ def find_sources(share: Share, assignment: Assignment, rank: int) -> list[Source
     for key, box in assignment.pieces[rank]:
         part = next(part for part in held[key].parts if part.box.overlap(box) == box)
         sources.append(Source(key, held[key].dtype, box, part.tensor[box.within(part.box)]))
+    if any(source.tensor.is_cuda for source in sources):
+        torch.cuda.synchronize()  # other threads, on streams of their own, will read them
     return sources
 
 
