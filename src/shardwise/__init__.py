@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise import processor
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint import CheckpointError, load, save
+    from shardwise.checkpoint import CheckpointError, save
     from shardwise.engine.api import exposed_seconds, local, shard
     from shardwise.engine.clip import clip_grad_norm
     from shardwise.engine.collectives import record
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from shardwise.graph.compile import compile
+    from shardwise.interchange import load
     from shardwise.planning.plan import Plan
     from shardwise.predict.describe import describe
     from shardwise.predict.search import plan, search
@@ -55,7 +56,7 @@ _HOMES = {
     "exposed_seconds": "engine.api",
     "full_state_dict": "engine.state",
     "fully_shard": "fsdp2",
-    "load": "checkpoint",
+    "load": "interchange",
     "local": "engine.api",
     "materialize": "engine.state",
     "microbatches": "engine.engine",

@@ -23,7 +23,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import stat
+import tomllib
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -44,6 +47,9 @@ from typing import (
 from shardwise.errors import UserError, nearest
 
 T = TypeVar("T")
+
+_MOST_TEXT_BYTES = 4 << 20  # the largest that this project writes has thousands
+_MOST_DOTS = 1000
 
 
 @dataclass(frozen=True)
@@ -248,11 +254,33 @@ def dotted(path: str, key: str) -> str:
 def read_text(path: str | Path, what: str) -> str:
     """The text of a file that the user names; `what` it is begins the message."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        # Opening a pipe to read from would wait for somebody who writes into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise UserError(f"cannot read {what} {path}: it is no file")
+            data = file.read(_MOST_TEXT_BYTES + 1)
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}") from error
+    if len(data) > _MOST_TEXT_BYTES:
+        raise UserError(f"{what} {path} has more than {_MOST_TEXT_BYTES} bytes: it is none")
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{what} {path} is not text: {error}") from error
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of a TOML text; `where` it is from begins the message."""
+    # tomllib takes minutes for one key of ten thousand dots.
+    if any(part.count(".") > _MOST_DOTS for line in text.split("\n") for part in line.split("=")):
+        raise UserError(f"{where} is not valid TOML: keys are nested too deep")
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also for numbers of too many digits
+        raise UserError(f"{where} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where} is not valid TOML: values are nested too deep") from error
 
 
 def write_value(value: Any) -> str:

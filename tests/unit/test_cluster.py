@@ -88,7 +88,7 @@ def test_a_file_that_is_no_text_is_told(tmp_path) -> None:
         ('name = "ici"', "name = 3", "level.0.name must be a string, got 3"),
         ("[[level]]", "[level]", "must be written"),
         ("communicates = false", "communicates = 1", "must be true or false"),
-        ("name =", "name", "is not TOML"),
+        ("name =", "name", "is not valid TOML"),
     ],
 )
 def test_wrong_files_say_what_is_wrong(old: str, new: str, told: str) -> None:

@@ -35,7 +35,7 @@ from shardwise.checkpoint.pieces import (
     place_of,
     slots_of,
 )
-from shardwise.checkpoint.read import Checkpoint, Want, locate, read_all
+from shardwise.checkpoint.read import Checkpoint, Origin, Want, locate
 from shardwise.checkpoint.saving import finish_last
 from shardwise.checkpoint.talk import Talk, talk
 from shardwise.checkpoint.trees import decode, keys_in
@@ -112,6 +112,8 @@ def load(
     extra: Mapping[str, Any] | None = None,
     strict: bool = True,
     random: bool = True,
+    locate: Callable[[str | os.PathLike[str]], str] = locate,
+    open_origin: Callable[[str], Origin] = Checkpoint.open,
 ) -> Loaded:
     """Load a checkpoint into model and optimizer, whatever they are sharded like now; a collective
     call.
@@ -124,10 +126,10 @@ def load(
     finish_last()
     ranks, doing = talk(), f"cannot load {os.fspath(path)}"
     found = ranks.first(doing, lambda: locate(path))
-    opened: list[Checkpoint] = []
+    opened: list[Origin] = []
 
     def open_it() -> str:
-        opened.append(Checkpoint.open(found))
+        opened.append(open_origin(found))
         return opened[0].digest
 
     if len(set(ranks.agree(doing, open_it))) > 1:
@@ -146,7 +148,7 @@ class Loading:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Origin,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Mapping[str, Any],
@@ -258,7 +260,7 @@ class Loading:
             found.loose.append("the checkpoint has no optimizer; load without one")
             return
         mine = class_name(self.optimizer)
-        if saved.class_name != mine:
+        if saved.class_name not in ("", mine):  # DCP does not say
             found.loose.append(f"optimizer: {saved.class_name} in the checkpoint, {mine} here")
             return
         groups = name_groups(self.optimizer, self.opened)
@@ -357,8 +359,7 @@ class Loading:
         ]
         for saved in spare[self.ranks.rank :: self.ranks.world]:
             self.staged.wants.append(Want(saved, (), saved.pieces))
-        for file in self.manifest.files:
-            self.checkpoint.places(file)
+        self.checkpoint.check_files()
 
     def _decode_later(self, value: Any, into: dict[str, Any], name: str) -> None:
         """Ask for the tensors of an encoded value; once they are read, put it into a table."""
@@ -374,7 +375,7 @@ class Loading:
 
     def read(self) -> None:
         """Everything into memory of its own, checked. Changes nothing."""
-        read_all(self.checkpoint, self.staged.wants)
+        self.checkpoint.read(self.staged.wants)
         for names, first, other in self.staged.same:
             if not torch.equal(first.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
                 raise CheckpointError(

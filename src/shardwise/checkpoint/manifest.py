@@ -22,6 +22,7 @@ import json
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
@@ -49,6 +50,15 @@ _HEAD = re.compile(
 )
 _FILE = re.compile(r"rank-\d{5,7}\.safetensors")
 _UNSEALED = "00000000"
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON; two readers may see two different ones where a key is there twice."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r:.80} is there twice")
+    return table
 
 
 class CheckpointError(UserError):
@@ -259,7 +269,9 @@ class _Reader:
         if sealed != int(head[2], 16):
             self.fail(f"has checksum {sealed:08x}, its first line says {head[2]}: it is damaged")
         try:
-            table = json.loads(data, parse_constant=self._no_constant)
+            table = json.loads(
+                data, parse_constant=self._no_constant, object_pairs_hook=unique_keys
+            )
         except (ValueError, RecursionError) as error:
             self.fail(f"is not JSON: {error}")
         return self._manifest(self._table(table, "manifest"))
@@ -269,7 +281,8 @@ class _Reader:
             "format", "version", "crc", "serial", "step", "world", "finite", "versions", "plan",
             "aliases", "optimizer", "extra", "extra_of", "random", "modules", "files", "tensors",
         }  # fmt: skip
-        for key in known ^ table.keys():
+        if known != table.keys():
+            key = min(known ^ table.keys())
             self.fail(f"has no key {key!r}" if key in known else f"has an unknown key {key!r}")
         world = self._whole(table["world"], "world", 1, MOST_RANKS)
         files = {
@@ -321,6 +334,8 @@ class _Reader:
             params = self._list(group["params"], f"{path}.params")
             names = tuple(self._string(name, f"{path}.params") for name in params)
             settings = self._table(group["settings"], f"{path}.settings")
+            if "params" in settings:
+                self.fail(f"{path}.settings has params, which are no setting")
             groups.append(SavedGroup(names, settings))
         values = {
             name: self._table(each, f"optimizer.values.{name}")
@@ -458,7 +473,11 @@ def find_gap(shape: Dims, boxes: Sequence[Box]) -> str | None:
     dim = max(range(len(shape)), key=lambda d: len({box.offset[d] for box in boxes}))
     ordered = sorted(boxes, key=lambda box: box.offset[dim])
     open_boxes: list[Box] = []
+    left = 100_000 + 256 * len(boxes)  # comparisons: what ranks cut needs far fewer
     for box in ordered:
+        left -= len(open_boxes)
+        if left < 0:
+            return "the pieces lie across each other in too many ways"
         open_boxes = [other for other in open_boxes if other.ends[dim] > box.offset[dim]]
         for other in open_boxes:
             if box.overlap(other):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -57,9 +57,12 @@ def locate(path: str | os.PathLike[str]) -> str:
     return found
 
 
-def verify(path: str | os.PathLike[str]) -> list[str]:
+def verify(
+    path: str | os.PathLike[str], progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[str]:
     """What is wrong with a checkpoint, after reading all of it: nothing, or one line for each
-    problem. `path` is a checkpoint's folder, or a root: its newest one.
+    problem. `path` is a checkpoint's folder, or a root: its newest one. `progress` is told how many
+    bytes are read, and of how many.
     """
     try:
         checkpoint = Checkpoint.open(locate(path))
@@ -73,12 +76,31 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
             pieces = [pair for pair in pieces if pair[1].file != file]
+    done, total = 0, sum(p.box.numel * ITEM_BYTES[s.dtype] for s, p in pieces)
     for saved, piece in pieces:  # one by one: the problem of one does not hide another's
         try:
             read_all(checkpoint, [Want(saved, (), (piece,))])
         except CheckpointError as error:
             problems.append(str(error))
+        done += piece.box.numel * ITEM_BYTES[saved.dtype]
+        progress(done, total)
     return problems
+
+
+class Origin(Protocol):
+    """What a load reads from: a checkpoint, or files of another program seen as one."""
+
+    manifest: Manifest
+    digest: str  # ranks compare it: whether all see the same
+
+    @property
+    def path(self) -> str: ...
+
+    def check_files(self) -> None:
+        """Error where a file is not what the manifest says."""
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill every part."""
 
 
 class Checkpoint:
@@ -98,6 +120,13 @@ class Checkpoint:
     @property
     def path(self) -> str:
         return self.storage.join(self.name)
+
+    def check_files(self) -> None:
+        for file in self.manifest.files:
+            self.places(file)
+
+    def read(self, wants: Sequence[Want]) -> None:
+        read_all(self, wants)
 
     def damaged(self, file: str, text: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{self.storage.join(self.name, file)} {text}")

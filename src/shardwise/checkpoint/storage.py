@@ -175,7 +175,9 @@ class Folder(Storage):
 
     def read_into(self, name: str, file: str, start: int, buffer: memoryview) -> int:
         path = self._at(name, file)
-        descriptor = os.open(path, os.O_RDONLY)
+        # No link out of the folder; a pipe would wait for somebody who writes into it.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags)
         try:
             done = 0
             while done < len(buffer):

@@ -154,16 +154,18 @@ def _decode_number(data: str, name: str, shape: list[int]) -> torch.Tensor:
     raw = bytearray.fromhex(data)
     dtype = getattr(torch, name)
     if not raw:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(0, dtype=dtype).view(shape)
     return torch.frombuffer(raw, dtype=torch.uint8).clone().view(dtype).view(shape)
 
 
-def keys_in(value: Any) -> list[str]:
+def keys_in(value: Any, depth: int = 0) -> list[str]:
     """The keys of the tensors that a decoded value needs."""
+    if depth > 2 * _MOST_DEPTH:  # two levels of JSON may be one of the value
+        raise CorruptCheckpoint("a checkpoint's JSON is nested too deep")
     if isinstance(value, list):
-        return [key for item in value for key in keys_in(item)]
+        return [key for item in value for key in keys_in(item, depth + 1)]
     if not isinstance(value, dict):
         return []
     if "$tensor" in value:
         return [value["$tensor"]] if isinstance(value["$tensor"], str) else []
-    return [key for item in value.values() for key in keys_in(item)]
+    return [key for item in value.values() for key in keys_in(item, depth + 1)]

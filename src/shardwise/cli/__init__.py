@@ -20,6 +20,7 @@ COMMANDS = (
     "shardwise.cli.graph",
     "shardwise.cli.train",
     "shardwise.cli.report",
+    "shardwise.cli.checkpoints",
     "shardwise.cli.profile",
     "shardwise.lab.benchmarks",
     "shardwise.cli.calibrate",

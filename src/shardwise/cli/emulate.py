@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardwise.checked import read_text
 from shardwise.description.workload import MICRO_BATCHES_HELP, parse_micro_batches
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file, print_table
@@ -218,7 +219,7 @@ def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
                 raise UserError(
                     f"--plan {path} is no file, and no strategy{nearest(str(path), NAMES)}"
                 )
-            plan = Plan.from_json(path.read_text(encoding="utf-8"))
+            plan = Plan.from_json(read_text(path, "plan"))
             if arguments.sync is not None:
                 plan = dataclasses.replace(plan, sync=arguments.sync)
         elif mesh is None:

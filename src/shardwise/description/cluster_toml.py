@@ -9,13 +9,12 @@ rows, with one `points_source` beside them. The dataclasses of `cluster.py` are 
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from shardwise.checked import Reader, dotted, keys_of, read_text, write_value
+from shardwise.checked import Reader, dotted, keys_of, parse_toml, read_text, write_value
 from shardwise.description.cluster import (
     FOLDER,
     Cluster,
@@ -55,10 +54,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 def parse_cluster(text: str, where: str) -> Cluster:
     """Build a Cluster from TOML; unknown keys, and numbers without a source, are errors."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"cluster {where} is not TOML: {error}") from error
+    data = parse_toml(text, f"cluster {where}")
     reader = _ClusterReader(f"cluster {where}: ")
     try:
         file = reader.read(_File, data)

@@ -565,3 +565,12 @@ def load_older_home() -> None:
     imports it from there would keep shardwise's after torch's is put back.
     """
     import torch.distributed._composable.fsdp  # noqa: F401
+
+
+def dcp_place(file: str, offset: int, length: int) -> Any:
+    """Where DCP's reader finds an item. Without it only its own writer, which wants all tensors in
+    memory at once, could write what it reads.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)

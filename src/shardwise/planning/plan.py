@@ -326,7 +326,7 @@ class Plan:
         """The inverse of `to_json`. Unknown, missing and wrong keys are errors that name them."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"a Plan is a JSON object, and this is not JSON: {error}") from error
         reader = _PlanReader()
         reader.check_keys(cls, data, "")

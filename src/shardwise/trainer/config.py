@@ -13,6 +13,7 @@ from shardwise.checked import (
     Reader,
     at_least,
     out_of_bounds,
+    parse_toml,
     read_text,
     type_name,
     write_key,
@@ -212,7 +213,7 @@ class Text(str):
         """Read as TOML, or as a plain string where it is not TOML."""
         try:
             return tomllib.loads(f"value = {self}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             return str(self)
 
 
@@ -231,6 +232,8 @@ class _ConfigReader(Reader):
             parsed = value.parse()
             textual = kind is str or get_origin(kind) is Literal
             value = str(value) if textual and not isinstance(parsed, str) else parsed
+        if type(value) in (int, float) and not abs(value) < 2**63:
+            self.fail(f"{path} is {value!r:.40}, more than any run has")
         return super().scalar(value, kind, path)
 
     def show(self, value: Any) -> str:
@@ -246,11 +249,7 @@ def load_config(path: str | None, assignments: Iterable[tuple[str, str]]) -> Tra
     """Read the TOML file, if any, then apply the assignments ("a.b", "value") in their order."""
     values: dict[str, Any] = {}
     if path is not None:
-        text = read_text(path, "configuration")
-        try:
-            values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise UserError(f"configuration {path} is not valid TOML: {error}") from error
+        values = parse_toml(read_text(path, "configuration"), f"configuration {path}")
     for name, text in assignments:
         section, dot, key_name = name.partition(".")
         if not (dot and key_name):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checked import read_text
 from shardwise.description.language_model import LM
 from shardwise.description.workload import row_of
 from shardwise.errors import UserError
@@ -58,7 +59,9 @@ def load_plan(config: PlanConfig, world: int) -> sw.Plan:
     """Make the plan for so many ranks; a strategy's mesh defaults to all of them."""
     try:
         if config.is_file:
-            plan = sw.Plan.from_json(Path(config.strategy).read_text(encoding="utf-8"))
+            if not Path(config.strategy).exists():
+                raise UserError(f"there is no {config.strategy}: `shardwise plan` writes one")
+            plan = sw.Plan.from_json(read_text(config.strategy, "the plan"))
         else:
             plan = sw.Plan.of(config.strategy, **{"mesh": world, **config.settings})
         if plan.average:
@@ -72,10 +75,6 @@ def load_plan(config: PlanConfig, world: int) -> sw.Plan:
                 f"give --nproc {plan.world}, or another plan.mesh"
             )
         return plan
-    except OSError as error:
-        raise UserError(
-            f"cannot read the plan {config.strategy}: {error.strerror}; `shardwise plan` writes one"
-        ) from error
     except (ValueError, TypeError) as error:
         raise UserError(f"plan {config.strategy}: {error}") from error
 
