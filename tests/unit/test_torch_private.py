@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
@@ -87,7 +87,7 @@ def torchs() -> frozenset[str]:
     node = torch.ones(1, requires_grad=True).exp().grad_fn
     kinds = (torch.Tensor, nn.Parameter, nn.Module, DTensor, DeviceMesh, torch.UntypedStorage)
     more = (torch.optim.Optimizer, dist.ProcessGroup, DistributedDataParallel, FSDPState)
-    given = (*kinds, *more, FSDPModule, type(torch.ops.aten.add.Tensor), type(node))
+    given = (*kinds, *more, FSDPModule, Shard, type(torch.ops.aten.add.Tensor), type(node))
     scheduled = torch.optim.SGD([torch.ones(1)], lr=0.1)  # what a scheduler leaves on it
     torch.optim.lr_scheduler.ConstantLR(scheduled)
     scheduled.step()

@@ -49,13 +49,13 @@ class Track:
     def __init__(self, words: memoryview, number: int, units: Units) -> None:
         self._words, self._units = words, units
         self._count_at, self._ring_at = 16 + number, _WORDS + number * RING * 2
-        self._count = self._hash = 0
+        self.count = self.hash = 0
 
     def add(self, verb: int, unit: str) -> None:
         """`verb` of `unit` is about to be issued. The entry is written before the count."""
         words, (number, code) = self._words, self._units[unit]
-        self._count = count = self._count + 1
-        self._hash = value = ((self._hash ^ (code + verb)) * _PRIME) & _MASK
+        self.count = count = self.count + 1
+        self.hash = value = ((self.hash ^ (code + verb)) * _PRIME) & _MASK
         at = self._ring_at + count % RING * 2
         words[at] = value
         words[at + 1] = words[1] << 32 | number << 4 | verb

@@ -111,7 +111,7 @@ class Watch:
     def orders(self) -> dict[str, tuple[int, int]]:
         """Of each group: how many collectives this rank has issued in it, and their hash."""
         return {
-            group: (track._count, track._hash)
+            group: (track.count, track.hash)
             for group, track in self._tracks.items()
             if track is not None and not group.startswith(page.RUNS)
         }
