@@ -42,6 +42,12 @@ def join_group(run: RunConfig) -> Member:
     return Member(rank, world, device, backend)
 
 
+def use_deterministic_kernels() -> None:
+    """Before the device's first product, for cuBLAS reads its setting then."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 def _choose_device(wanted: str, local: int) -> torch.device:
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and count == 0):
