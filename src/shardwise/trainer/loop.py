@@ -1,6 +1,7 @@
 """The training loop of one rank: the only place of the trainer that calls the engine."""
 
 import math
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,10 @@ def build_model(config: TrainConfig, member: Member) -> LM:
     model = LM(
         config.model.resolve(), config.data.seq, config.model.checkpoint, config.model.dropout
     ).to(member.device)
-    drawn = np.random.default_rng([config.run.seed, member.rank]).integers(1 << 62)
-    torch.manual_seed(int(drawn))
+    drawn = int(np.random.default_rng([config.run.seed, member.rank]).integers(1 << 32))
+    torch.manual_seed(drawn)
+    random.seed(drawn)
+    np.random.seed(drawn)
     return model
 
 
