@@ -1,7 +1,9 @@
 """This rank's membership in the process group: its number, its device, the backend."""
 
 import os
+import secrets
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,9 @@ import torch.distributed as dist
 
 from shardwise.errors import UserError
 from shardwise.trainer.config import RunConfig
+
+
+_MEET_S = 300.0  # for all ranks to come, once the first has
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,9 @@ def join_group(run: RunConfig) -> Member:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bound = device if backend == "nccl" else None
-    dist.init_process_group(backend, rank=rank, world_size=world, device_id=bound)
+    dist.init_process_group(
+        backend, store=meet_through_agent(rank, world), rank=rank, world_size=world, device_id=bound
+    )
     return Member(rank, world, device, backend)
 
 
@@ -46,6 +53,40 @@ def use_deterministic_kernels() -> None:
     """Before the device's first product, for cuBLAS reads its setting then."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+
+
+def meet_through_agent(rank: int, world: int) -> dist.Store | None:
+    """Where ranks meet that torchrun's agent has started; None: as torch does by itself.
+
+    The agent keeps one store for all its starts of the ranks, and torch reads there where peers
+    listened that are dead now. So rank 0 names a place for this start and tells each rank that
+    asks, by that rank's own word: nobody else's answer, nor an old one, is taken for it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world, is_master=False)
+    place = secrets.token_hex(8)
+    if rank == 0:
+        asked, missing = dist.PrefixStore("shardwise/asked", store), set(range(1, world))
+        deadline = time.monotonic() + _MEET_S
+        while missing:
+            for other in sorted(missing):
+                if asked.check([str(other)]):
+                    store.set(f"shardwise/told/{asked.get(str(other)).decode()}", place)
+                if store.check([f"shardwise/heard/{place}/{other}"]):
+                    missing.discard(other)
+            if missing and time.monotonic() > deadline:
+                raise UserError(
+                    f"ranks {sorted(missing)} did not come: is torchrun still up there?"
+                )
+            time.sleep(0.01 * bool(missing))
+    else:
+        word = secrets.token_hex(8)
+        store.set(f"shardwise/asked/{rank}", word)
+        place = store.get(f"shardwise/told/{word}").decode()
+        store.set(f"shardwise/heard/{place}/{rank}", "")
+    return dist.PrefixStore(f"shardwise/start/{place}", store)
 
 
 def _choose_device(wanted: str, local: int) -> torch.device:

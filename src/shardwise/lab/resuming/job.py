@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from shardwise.children import ChildFailed, describe_end
+from shardwise.children import STOPPED, ChildFailed, Stopped, describe_end
 
 _PRELOAD = ["torch.distributed.tensor", "torch._dynamo", "shardwise.trainer.loop"]
 _LONGEST_S = 180.0
@@ -30,7 +30,7 @@ TAKEN_OVER = "taken-over"  # a checkpoint of what a rank had right after it resu
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to a rank: so many seconds after it drew the step's first batch, or before so many
+    """A signal to a rank: so many seconds after it drew the step's first batch, or before so many
     operations of that step's save on its disk.
     """
 
@@ -38,11 +38,19 @@ class Kill:
     step: int
     after_s: float | None = None
     operations: int | None = None
+    signal: int = signal.SIGKILL
+
+    def expected(self, rank: int) -> int | None:
+        """The exit code of a rank; None: it may end by any."""
+        if self.signal == signal.SIGTERM:
+            return STOPPED
+        return -self.signal if rank == self.rank else None
 
 
 def run_job(config_toml: str, world: int, folder: Path, kill: Kill | None = None) -> None:
     """Train on so many ranks. With `kill`, one of them is killed, and then the others, as a
-    launcher does; ChildFailed if that is not how it ended. What ranks note goes to the folder.
+    launcher does; or by SIGTERM all end. ChildFailed if that is not how it ended. What ranks note
+    goes to the folder.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -60,11 +68,10 @@ def run_job(config_toml: str, world: int, folder: Path, kill: Kill | None = None
         for process in processes:
             process.kill()
             process.join()
-    expected = 0 if kill is None else -signal.SIGKILL
-    blamed = range(world) if kill is None else (kill.rank,)
-    for rank in blamed:
-        if codes[rank] != expected:
-            raise ChildFailed(f"rank {rank} of {world} {_describe(codes[rank], folder, rank)}")
+    for rank, code in enumerate(codes):
+        expected = 0 if kill is None else kill.expected(rank)
+        if expected is not None and code != expected:
+            raise ChildFailed(f"rank {rank} of {world} {_describe(code, folder, rank)}")
 
 
 def _wait(processes: list[BaseProcess]) -> list[int | None]:
@@ -72,12 +79,17 @@ def _wait(processes: list[BaseProcess]) -> list[int | None]:
     deadline = time.monotonic() + _LONGEST_S
     while True:
         codes = [process.exitcode for process in processes]
-        if any(codes) or None not in codes or time.monotonic() > deadline:
+        if (
+            any(code not in (None, 0, STOPPED) for code in codes)
+            or None not in codes
+            or time.monotonic() > deadline
+        ):
             break
         wait([process.sentinel for process in processes if process.exitcode is None], 1.0)
     # Peers of a killed rank may be seen to fail first.
-    for process in processes if any(codes) else ():
-        process.join(1.0)
+    patience = time.monotonic() + 1.0
+    for process in processes:
+        process.join(max(0.0, patience - time.monotonic()))
     return [process.exitcode for process in processes]
 
 
@@ -118,6 +130,9 @@ def _run_rank(
             os.dup2(said.fileno(), 2)
             _Probe(rank, Path(folder), kill).attach()
             loop.train(config_toml)
+    except Stopped as stop:
+        (Path(folder) / f"stopped-{rank}").write_text(str(stop))
+        os._exit(STOPPED)
     except BaseException:
         (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)
@@ -160,12 +175,12 @@ class _Probe:
         if self.kill is None or step < self.kill.step:
             return
         if step > self.kill.step:
-            if self.kill.after_s is not None:
-                _die()  # the step was shorter than those that it was drawn by
+            if self.kill.after_s is not None and self.kill.signal == signal.SIGKILL:
+                self._strike()  # the step was shorter than those that it was drawn by
             return
         self._left = self.kill.operations
         if self.kill.after_s is not None:
-            timer = threading.Timer(self.kill.after_s, _die)
+            timer = threading.Timer(self.kill.after_s, self._strike)
             timer.daemon = True
             timer.start()
 
@@ -176,7 +191,7 @@ class _Probe:
         self._note("changes", f"{operation} {Path(path).name}")
         if self._left is not None:
             if self._left == 0:
-                _die()
+                self._strike()
             self._left -= 1
 
     def _save_again(self, checkpoints: Any, step: int) -> None:
@@ -188,6 +203,6 @@ class _Probe:
         with open(self.folder / f"{what}-{self.rank}", "a", encoding="utf-8") as file:
             file.write(f"{text}\n")
 
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    def _strike(self) -> None:
+        assert self.kill is not None
+        os.kill(os.getpid(), self.kill.signal)
