@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise.engine.grouped_step import ELEMENTS
-from tests.parity.models import build, loss_sum, token_batch
+from tests.parity.models import Model, loss_sum, token_batch
 
 State = dict[str, torch.Tensor]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -55,7 +55,7 @@ KINDS = (
 
 def make(kind: str, seed: int = 0, optimizer: MakeOptimizer = adamw) -> Program:
     """A program of the odd model; `seed` decides its values."""
-    model = _fit_for_torch(build("odd", seed))
+    model = fit_for_torch(build_small(seed))
     world = dist.get_world_size() if dist.is_initialized() else 1
     if kind == "plain":
         return Program(model, optimizer(model.parameters()), sum_gradients=world > 1)
@@ -81,7 +81,13 @@ def make(kind: str, seed: int = 0, optimizer: MakeOptimizer = adamw) -> Program:
     return Program(model, optimizer(model.parameters()))
 
 
-def _fit_for_torch(model: Any) -> Any:
+def build_small(seed: int = 0) -> Model:
+    """Of one odd block, its head tied to its embedding."""
+    torch.manual_seed(seed)
+    return Model(odd=True, width=7, inner=13, blocks=1)
+
+
+def fit_for_torch(model: Any) -> Any:
     """torch's data parallel takes no unused parameter, its `fully_shard` none without dims or of
     another dtype.
     """

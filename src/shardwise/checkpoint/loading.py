@@ -260,6 +260,7 @@ class Loading:
         mine = class_name(self.optimizer)
         if saved.class_name != mine:
             found.loose.append(f"optimizer: {saved.class_name} in the checkpoint, {mine} here")
+            return
         groups = name_groups(self.optimizer, self.opened)
         if len(saved.param_groups) != len(groups):
             found.loose.append(
@@ -393,9 +394,10 @@ class Loading:
             local_of(copy.target).copy_(copy.staged)
         for prefix, module in self.opened.module.named_modules():
             clean = clean_name(f"{prefix}.").removesuffix(".")
-            if clean in self._module_states:
+            has_state = type(module).set_extra_state is not nn.Module.set_extra_state
+            if has_state and clean in self._module_states:
                 module.set_extra_state(self._module_states[clean])
-        if self.optimizer is not None and self.manifest.optimizer is not None:
+        if self.optimizer is not None and self.groups:
             self._apply_optimizer(self.optimizer)
         for name, each in self.extra.items():
             if is_stateful(each) and name in self.extra_values:

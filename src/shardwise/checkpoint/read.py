@@ -25,6 +25,7 @@ from shardwise.checkpoint.manifest import (
     Manifest,
     Piece,
     SavedTensor,
+    checksum,
 )
 from shardwise.checkpoint.pieces import Part
 from shardwise.checkpoint.storage import Storage, storage_of
@@ -72,9 +73,9 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
             pieces = [pair for pair in pieces if pair[1].file != file]
-    for reads in plan_reads(checkpoint, [Want(s, (), (p,)) for s, p in pieces]):
+    for saved, piece in pieces:  # one by one: the problem of one does not hide another's
         try:
-            reads.run(checkpoint)
+            read_all(checkpoint, [Want(saved, (), (piece,))])
         except CheckpointError as error:
             problems.append(str(error))
     return problems
@@ -190,7 +191,7 @@ class Reads:
         for (piece, dtype, parts), size in zip(self.pieces, sizes, strict=True):
             data = buffer[at : at + size]
             at += size
-            if zlib.crc32(data) != piece.crc:
+            if checksum(data) != piece.crc:
                 raise checkpoint.damaged(
                     self.file, f"is damaged: the checksum of {piece.name} is another"
                 )
@@ -256,6 +257,9 @@ def plan_reads(checkpoint: Checkpoint, wants: Iterable[Want]) -> list[Reads]:
 def read_all(checkpoint: Checkpoint, wants: Sequence[Want]) -> None:
     """Fill every part; the first error is raised when all reads have ended."""
     reads = plan_reads(checkpoint, wants)
+    if len(reads) == 1:
+        reads[0].run(checkpoint)
+        return
     with ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(each.run, checkpoint) for each in reads]:
             future.result()

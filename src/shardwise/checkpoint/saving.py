@@ -21,12 +21,14 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.checkpoint.collect import (
@@ -55,6 +57,7 @@ from shardwise.checkpoint.write import (
     find_sources,
     write_part,
 )
+from shardwise.engine.collectives import PerWorld
 
 PROGRESS_S = 2.0  # a save that takes longer says how far it is
 
@@ -94,22 +97,30 @@ class Saving:
         # Not a daemon: the program's end waits for it.
         self._thread = threading.Thread(target=run, name="shardwise-save")
         self._thread.start()
+        _all.add(self)
 
 
-_last: Saving | None = None  # the last asynchronous save of this process
+_under_way: PerWorld[list[Saving]] = PerWorld()  # ranks that are threads have a world each
+_without_world: list[Saving] = []
+_all: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+def _last() -> list[Saving]:
+    """The last asynchronous save, if nobody has waited for it."""
+    return _under_way.get("last", list) if dist.is_initialized() else _without_world
 
 
 def finish_last() -> None:
     """Wait for the last asynchronous save; its error, if nobody has heard of it."""
-    global _last
-    before, _last = _last, None
-    if before is not None:
-        before.wait()
+    last = _last()
+    while last:
+        last.pop().wait()
 
 
 def _report_unheard() -> None:
-    if _last is not None and _last._error is not None:
-        print(f"shardwise: the last save failed: {_last._error}", file=sys.stderr)
+    for saving in _all:
+        if saving._error is not None:
+            print(f"shardwise: a save failed: {saving._error}", file=sys.stderr)
 
 
 atexit.register(_report_unheard)
@@ -344,7 +355,6 @@ def save(
     for the one before. `keep_latest_k` removes older checkpoints after the commit, never the newest
     one whose numbers are all finite. An error leaves what was there as it was.
     """
-    global _last
     finish_last()
     ranks, doing = talk(), f"cannot save to {os.fspath(path)}"
     own: list[Share] = []
@@ -373,5 +383,5 @@ def save(
         raise
     beside = background_talk()
     saving._start(lambda: work.run(beside, copies))
-    _last = saving
+    _last().append(saving)
     return saving

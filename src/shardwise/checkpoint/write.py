@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.checkpoint.collect import Assignment, Share
-from shardwise.checkpoint.manifest import ITEM_BYTES, Box, DataFile, Dims, Piece
+from shardwise.checkpoint.manifest import ITEM_BYTES, Box, DataFile, Dims, Piece, checksum
 from shardwise.checkpoint.storage import Storage
 from shardwise.checkpoint.trees import bytes_of
 
@@ -71,6 +71,8 @@ def find_sources(share: Share, assignment: Assignment, rank: int) -> list[Source
     for key, box in assignment.pieces[rank]:
         part = next(part for part in held[key].parts if part.box.overlap(box) == box)
         sources.append(Source(key, held[key].dtype, box, part.tensor[box.within(part.box)]))
+    if any(source.tensor.is_cuda for source in sources):
+        torch.cuda.synchronize()  # other threads, on streams of their own, will read them
     return sources
 
 
@@ -178,7 +180,7 @@ def _prepare(batch: list[Source]) -> Batch:
         if source.key.startswith(("model/", "optimizer/")):
             finite = finite and is_finite(host)
         data = bytes_of(host)
-        crcs.append(zlib.crc32(data))
+        crcs.append(checksum(data))
         if len(data) < JOIN_BYTES:
             small.append(data)
             continue

@@ -1,4 +1,4 @@
-"""Benchmarks of the systems assignment that need several ranks."""
+"""Benchmarks that need several ranks: those of the systems assignment, and of checkpoints."""
 
 from __future__ import annotations
 
@@ -111,4 +111,26 @@ examples:
 """,
     document="assignment",
 )
-BENCHMARKS = (ALL_REDUCE, DDP, OPTIMIZER_SHARDING)
+CHECKPOINT = Benchmark(
+    "checkpoint",
+    "save and load against torch.distributed.checkpoint",
+    "Times saving, loading and asynchronous saving of the same model, by shardwise and by torch.",
+    "checkpoints",
+    (
+        *ROWS,
+        count("--megabytes", 400, "of parameters and AdamW's state; default: %(default)s"),
+        RANKS,
+        Option("--folder", {"metavar": "PATH", "help": "on the disk to measure; default: /tmp's"}),
+        count("--steps", 7, "rounds; default: %(default)s"),
+    ),
+    """\
+Real gloo ranks, a model sharded by torch's own fully_shard. Each way first loads what it saved into
+other values; if a bit differs nothing is timed. Then, in turn: a save (to the disk: both call
+fsync), a load (from the page cache), an asynchronous save. About a minute on 2 cores.
+
+examples:
+  shardwise bench checkpoint --json checkpoint.json --plot checkpoint.svg
+  shardwise bench checkpoint --megabytes 2000 --folder /mnt/scratch
+""",
+)
+BENCHMARKS = (ALL_REDUCE, DDP, OPTIMIZER_SHARDING, CHECKPOINT)
