@@ -13,7 +13,6 @@ import torch.distributed as dist
 from shardwise.errors import UserError
 from shardwise.trainer.config import RunConfig
 
-
 _MEET_S = 300.0  # for all ranks to come, once the first has
 
 
