@@ -278,6 +278,6 @@ def describe_keys() -> str:
         for item in _keys_with_help(section):
             default = getattr(section, item.name)
             shown = "" if default is None else f" ({default!r})"
-            lines.append(f"  {f'{name}.{item.name}':<20}{item.metadata['help']}{shown}")
-    lines.append(f"  {'plan.KEY':<20}any setting of a Plan: mesh=2x2, compute_dtype=bfloat16, ...")
+            lines.append(f"  {f'{name}.{item.name}':<24}{item.metadata['help']}{shown}")
+    lines.append(f"  {'plan.KEY':<24}any setting of a Plan: mesh=2x2, compute_dtype=bfloat16, ...")
     return "\n".join(lines)

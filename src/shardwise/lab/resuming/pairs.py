@@ -245,15 +245,18 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """How many pairs, by what was killed and how it went on."""
     groups: Counter[tuple[str, ...]] = Counter()
     equal: Counter[tuple[str, ...]] = Counter()
+    anew: Counter[tuple[str, ...]] = Counter()  # killed before there was a checkpoint
     for row in rows:
         saves = "in the background" if row["asynchronous"] else "while training waits"
         alike = "as many" if row["world"] == row["resumed_world"] else "more or fewer"
         group = (row["device"], row["moment"], saves, alike)
         groups[group] += 1
         equal[group] += not row["differing"]
-    lines = [(*group, str(count), str(equal[group])) for group, count in sorted(groups.items())]
-    lines.append(("all", "", "", "", str(len(rows)), str(sum(equal.values()))))
-    heads = ("device", "killed in a", "saved", "ranks after", "pairs", "equal")
+        anew[group] += row.get("resumed_after") == 0
+    counts = (groups, equal, anew)
+    lines = [(*group, *(str(each[group]) for each in counts)) for group in sorted(groups)]
+    lines.append(("all", "", "", "", *(str(sum(each.values())) for each in counts)))
+    heads = ("device", "killed in a", "saved", "ranks after", "pairs", "equal", "began anew")
     print_table(
         "Killed and resumed, bit for bit", heads, lines, facts["environment"], heads[:4], width=80
     )
