@@ -247,8 +247,8 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     equal: Counter[tuple[str, ...]] = Counter()
     anew: Counter[tuple[str, ...]] = Counter()  # killed before there was a checkpoint
     for row in rows:
-        saves = "in the background" if row["asynchronous"] else "while training waits"
-        alike = "as many" if row["world"] == row["resumed_world"] else "more or fewer"
+        saves = "beside" if row["asynchronous"] else "at once"
+        alike = "same" if row["world"] == row["resumed_world"] else "others"
         group = (row["device"], row["moment"], saves, alike)
         groups[group] += 1
         equal[group] += not row["differing"]
