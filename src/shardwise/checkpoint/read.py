@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -121,13 +121,16 @@ class Checkpoint:
             raise self.damaged(file, f"cannot be read: {error.strerror or error}") from error
         if zlib.crc32(header) != expected.crc:
             raise self.damaged(file, "has a damaged header: its checksum is another")
-        pieces = [
-            (piece, tensor.dtype)
-            for tensor in self.manifest.tensors.values()
-            for piece in tensor.pieces
-            if piece.file == file
-        ]
-        return self._match(file, header, pieces, size)
+        return self._match(file, header, self._pieces[file], size)
+
+    @cached_property
+    def _pieces(self) -> dict[str, list[tuple[Piece, str]]]:
+        """Of each data file, with their dtypes."""
+        found: dict[str, list[tuple[Piece, str]]] = {file: [] for file in self.manifest.files}
+        for tensor in self.manifest.tensors.values():
+            for piece in tensor.pieces:
+                found[piece.file].append((piece, tensor.dtype))
+        return found
 
     def _match(
         self, file: str, header: bytes, pieces: Sequence[tuple[Piece, str]], size: int

@@ -181,11 +181,12 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     for row in rows:
         cells = [f"{row[f'{n}_ms']:.0f} +- {row[f'{n}_spread_ms']:.0f}" for n in TIMES]
         rates = [f"{row['bytes'] / 1e6 / row[f'{n}_ms']:.2f}" for n in ("save", "load")]
-        lines.append([row["way"], *cells, *rates])
-    heads = ["way", "save", "load", "stall", "behind", "save GB/s", "load GB/s"]
+        lines.append([row["way"], *cells, " / ".join(rates)])
+    heads = ["way", "save", "load", "stall", "behind", "GB/s"]
     title = f"a checkpoint of {rows[0]['bytes'] / 1e6:.0f} MB, {facts['ranks']} ranks, ms"
     print_table(title, heads, lines, facts["environment"], ("way",), width=80)
     print(
-        "stall: how long an asynchronous save keeps the caller; behind: until it is on the\n"
-        "disk. Loads find the files in the page cache. Medians and interquartile ranges."
+        "stall: how long an asynchronous save keeps the caller; behind: until it is on\n"
+        "the disk; GB/s: of save / of load, which finds the files in the page cache.\n"
+        "Medians and interquartile ranges."
     )
