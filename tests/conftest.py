@@ -29,6 +29,7 @@ LONG = (
     "unit/test_attention.py",
     "parity/test_engine.py",
     "unit/test_train.py",
+    "parity/test_resume.py",
     "parity/test_one_schedule.py",
     "parity/test_graph.py",
     "parity/test_checkpoint_matrix.py",

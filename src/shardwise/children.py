@@ -30,6 +30,13 @@ _CAUSES: dict[int, str] = {
 }
 
 
+STOPPED = 75  # exit code: ended when told to, and saved; EX_TEMPFAIL, run it again
+
+
+class Stopped(Exception):
+    """The run was told to end, and did; the message says after which step, and what it saved."""
+
+
 class ChildFailed(Exception):
     """A process that a command started did not end well; the message says which, and how."""
 

@@ -11,6 +11,7 @@ MESSAGES = "messages.json"  # this step's collectives, and the size-to-time curv
 KERNELS = "kernels.json"  # the traced step's kernels, or a host's operators, by phase and name
 TRACE = "trace.json"  # the measured step for Perfetto and chrome://tracing
 REPORT = "report.html"
+CHECKPOINTS = "checkpoints"  # a folder of them, as `sw.save` makes it
 # A timeline's label `timing`: whether the step that it shows paid for its trace.
 TRACED, UNTRACED = "traced", "untraced"
 FILES = (

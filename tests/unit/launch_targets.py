@@ -141,3 +141,16 @@ def die_as(last, number):
 
 def raise_in_spawn():
     deep_fault()
+
+
+def stop_when_told(folder, steps):
+    """A run of short steps that ends by SIGTERM to any rank after one more, as the trainer does."""
+    from shardwise.children import Stopped
+    from shardwise.trainer.stopping import StopNotice
+
+    with StopNotice(RANK) as notice:
+        announce(folder)
+        for _ in range(steps):
+            time.sleep(0.05)
+            if notice.asked:
+                raise Stopped("stopped after step 3")

@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.errors import UserError
 from shardwise.trainer.launch import RankFailed, run_ranks
+from shardwise.trainer.stopping import StopNotice
 
 HERE = Path(__file__).parent
 
@@ -122,6 +123,73 @@ def test_under_torchrun_another_number_of_ranks_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="nproc is 2, but torchrun has started 4 ranks"):
         launch("announce", "unused", nproc=2)
+
+
+def start_launcher(folder, target, *args, nproc=2):
+    """`shardwise`'s own way to run ranks and to end, in a process group of its own."""
+    program = (
+        "import sys\n"
+        "from shardwise import cli\n"
+        "from shardwise.trainer.launch import run_ranks\n"
+        "class Parser:\n"
+        "    command = staticmethod(lambda _: run_ranks("
+        f"'launch_targets:{target}', {(str(folder), *args)!r}, {nproc}))\n"
+        "    parse_args = lambda self, _: self\n"
+        "cli.build_parser = Parser\n"
+        "sys.exit(cli.start())\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+def test_sigterm_goes_on_to_the_ranks_and_the_command_ends_with_75(tmp_path, everybody):
+    """Also where a scheduler signals every process of the job: ranks hear it more than once."""
+    launcher = start_launcher(tmp_path, "stop_when_told", 600)
+    wait_until(lambda: len(pids(tmp_path)) == 2, 60)
+    if everybody:
+        os.killpg(launcher.pid, signal.SIGTERM)
+    else:
+        os.kill(launcher.pid, signal.SIGTERM)
+    _, told = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, told
+    assert told.splitlines()[-1] == "shardwise: stopped after step 3"
+    assert "Traceback" not in told
+    assert not [pid for pid in pids(tmp_path) if alive(pid)]
+
+
+def test_a_second_sigterm_ends_ranks_at_once_and_one_that_has_no_step_yet_by_the_first(tmp_path):
+    launcher = start_launcher(tmp_path, "hang", nproc=1)
+    wait_until(lambda: pids(tmp_path), 60)
+    os.kill(launcher.pid, signal.SIGTERM)
+    _, told = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75 and "before its first step" in told
+
+    class Ended(Exception):
+        pass
+
+    notice, codes = StopNotice(0), []
+
+    def end(code):
+        codes.append(code)
+        raise Ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.trainer.stopping.os._exit", end)
+        with notice:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(lambda: notice.asked, 5)
+            notice._hear()  # the echo of the first
+            assert codes == []
+            patch.setattr("shardwise.trainer.stopping._ECHO_S", -1.0)
+            with pytest.raises(Ended):
+                notice._hear()
+    assert codes == [143]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ the command runs, so that `--help` answers at once.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from shardwise import processor
-from shardwise.children import ChildFailed, supervise
+from shardwise.children import STOPPED, ChildFailed, Stopped, supervise
 from shardwise.errors import UserError
 
 # Modules with `add_parser(subparsers)`, in the order of `--help`. The parser's default `command` is
@@ -49,7 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command: 0 for success, 1 for failure, 2 for wrong input, 130 for Ctrl-C."""
+    """Run one command: 0 for success, 1 for failure, 2 for wrong input, 75 for a run that SIGTERM
+    ended and that can go on, 130 for Ctrl-C.
+    """
     arguments = build_parser().parse_args(argv)
     processor.settle()
     try:
@@ -60,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailed as error:
         print(f"shardwise: {error}", file=sys.stderr)
         return 1
+    except Stopped as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"shardwise: {stop}", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)
         return 130

@@ -1,14 +1,19 @@
 """`shardwise train`."""
 
 import argparse
+import dataclasses
 import os
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.description.workload import MICRO_BATCHES_HELP
 from shardwise.errors import UserError
-from shardwise.run_files import FILES
+from shardwise.run_files import CHECKPOINTS, FILES
+
+if TYPE_CHECKING:
+    from shardwise.trainer.config import TrainConfig
 
 # Flags that are shorter names of configuration keys.
 _SHORTCUTS = {
@@ -18,6 +23,7 @@ _SHORTCUTS = {
     "steps": ("run.steps", "N", "optimizer steps"),
     "micro-batches": ("run.micro_batches", "N|A,B[/C,D]", f"{MICRO_BATCHES_HELP}: data.sizes"),
     "out": ("run.out", "DIR", "where the run's files go"),
+    "save-every": ("run.save_every", "N", "steps between two checkpoints, in DIR/checkpoints"),
     "profile": ("run.profile", "N", "profile N steps, for the report's timelines"),
 }
 
@@ -31,6 +37,12 @@ examples:
   shardwise train config.toml --set optim.lr=1e-3 --set plan.compute_dtype=bfloat16
   shardwise train run/config.toml --out again            the same run once more
   torchrun --nproc-per-node 8 -m shardwise.cli train --plan zero3 --set model.size=medium
+  shardwise train --steps 500 --save-every 50 --out run
+  shardwise train --steps 500 --save-every 50 --out run --resume       after it was cut short
+  torchrun --nproc-per-node 8 --max-restarts 3 -m shardwise.cli train --save-every 50 --resume
+
+SIGTERM: the ranks end their step, save, and the command ends with 75; --resume goes on there. A
+second SIGTERM ends it at once.
 
 keys of config.toml and of --set, with their defaults:
 """
@@ -66,6 +78,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the run that DIR holds already"
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in DIR from its newest checkpoint that is whole, or begin "
+        "it; plan, ranks, steps and batch may be others. What torchrun starts again does so anyway",
+    )
     parser.set_defaults(command=train)
 
 
@@ -80,7 +98,15 @@ def train(arguments: argparse.Namespace) -> None:
         if value is not None:
             listed = flag == "micro-batches" and not value.strip().isdigit()
             assignments.append(("data.sizes" if listed else key, value))
+    if arguments.resume and arguments.overwrite:
+        raise UserError("--resume goes on with a run and --overwrite removes it: give one of them")
     config = load_config(arguments.config, assignments)
+    # Workers that torchrun has started again go on, with the command that began.
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    wanted = config.run.resume == "auto" and not arguments.overwrite
+    resumes = arguments.resume or restarted or wanted
+    if resumes:
+        config = _resume(config)
     if config.run.profile:
         # torch warns of memory that is older than the profile, and announces every start of it.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -96,7 +122,9 @@ def train(arguments: argparse.Namespace) -> None:
                 "copy it elsewhere first, or choose another --out"
             )
     if not joined() or os.environ["RANK"] == "0":
-        _claim_directory(config.run.out, overwrite=arguments.overwrite)
+        if arguments.overwrite and not resumes:
+            _check_apart(config.run.resume, config.run.out)
+        _claim_directory(config.run.out, overwrite=arguments.overwrite, resumes=resumes)
     try:
         run_ranks("shardwise.trainer.loop:train", (config.to_toml(),), config.run.nproc)
     finally:
@@ -105,18 +133,43 @@ def train(arguments: argparse.Namespace) -> None:
             print("\x1b[?25h", end="", flush=True)
 
 
-def _claim_directory(path: str, *, overwrite: bool) -> None:
-    """Make the directory; one that holds a run is refused, or with `overwrite` cleared of it."""
+def _resume(config: "TrainConfig") -> "TrainConfig":
+    """From the run's own checkpoints; before it has any, from where the configuration says."""
+    own = any(Path(config.run.out, CHECKPOINTS).glob("step-*/manifest.json"))
+    if config.run.resume != "none" and not own:
+        return config
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
+
+
+def _check_apart(resume: str, out: str) -> None:
+    """What a run is to begin from is not in the directory that is cleared for it."""
+    if resume in ("none", "auto"):
+        return
+    if Path(resume).resolve().is_relative_to(Path(out).resolve()):
+        raise UserError(
+            f"run.resume is {resume}, and --overwrite would remove that checkpoint: leave one of "
+            "them out, or choose another --out"
+        )
+
+
+def _claim_directory(path: str, *, overwrite: bool, resumes: bool) -> None:
+    """Make the directory. One that holds a run is refused, cleared of it with `overwrite`, or left
+    as it is for a run that goes on.
+    """
     directory = Path(path)
-    held = [name for name in FILES if (directory / name).exists()]
-    if held and not overwrite:
+    held = [name for name in (*FILES, CHECKPOINTS) if (directory / name).exists()]
+    if held and not (overwrite or resumes):
+        going_on = "--resume to go on with it, or " if CHECKPOINTS in held else ""
         raise UserError(
             f"{path} already holds a run ({', '.join(held)}): choose another --out, or give "
-            f"--overwrite to replace it"
+            f"{going_on}--overwrite to replace it"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the directory {path}: {error.strerror}") from error
-    for name in held:
-        (directory / name).unlink()
+    for name in held if not resumes else ():
+        if name == CHECKPOINTS:
+            shutil.rmtree(directory / name)
+        else:
+            (directory / name).unlink()

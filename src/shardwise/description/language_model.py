@@ -130,23 +130,35 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size, rope: Rope | None) -> None:
+    def __init__(self, size: Size, rope: Rope | None, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.attention_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
         self.attention = Attention(size, rope)
         self.feed_forward_norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
         self.feed_forward = FeedForward(size.d_model, size.d_ff)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+        x_BTD = x_BTD + self._drop(self.attention(self.attention_norm(x_BTD)))
+        return x_BTD + self._drop(self.feed_forward(self.feed_forward_norm(x_BTD)))
+
+    def _drop(self, x_BTD: Tensor) -> Tensor:
+        return functional.dropout(x_BTD, self.dropout, self.training) if self.dropout else x_BTD
 
 
 class LM(nn.Module):
     """Embedding, `size.layers` blocks, a last norm and the output projection."""
 
-    def __init__(self, size: Size, context: int, checkpoint: CheckpointKind = "none") -> None:
-        """Build and initialise the model for sequences of up to `context` tokens."""
+    def __init__(
+        self,
+        size: Size,
+        context: int,
+        checkpoint: CheckpointKind = "none",
+        dropout: float = 0.0,
+    ) -> None:
+        """Build and initialise the model for sequences of up to `context` tokens. `dropout` is the
+        share of what a block's two halves add that is left out in training.
+        """
         super().__init__()
         if context < 1:
             raise ValueError(f"context must be at least 1 token, got {context}")
@@ -157,9 +169,10 @@ class LM(nn.Module):
         self.size = size
         self.context = context
         self.checkpoint = checkpoint
+        self.dropout = dropout
         rope = Rope(context, size.head_width, size.rope_theta) if size.rotary else None
         self.embedding = nn.Embedding(size.vocab, size.d_model)
-        self.layers = nn.ModuleList(Block(size, rope) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Block(size, rope, dropout) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
         self.head = nn.Linear(size.d_model, size.vocab, bias=False)
         if size.tied:
@@ -213,7 +226,7 @@ class LM(nn.Module):
             layer,
             x_BTD,
             use_reentrant=self.checkpoint == "reentrant",
-            preserve_rng_state=False,  # the model draws no random numbers
+            preserve_rng_state=self.dropout > 0,  # nothing else draws random numbers
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
-from shardwise.lab.catalog import assignment, engine, grouped, hybrid, parallel
+from shardwise.lab.catalog import assignment, engine, grouped, hybrid, parallel, resume
 
 BENCHMARKS = (
     *engine.BENCHMARKS,
@@ -23,6 +23,7 @@ BENCHMARKS = (
     *parallel.BENCHMARKS,
     *grouped.BENCHMARKS,
     *hybrid.BENCHMARKS,
+    *resume.BENCHMARKS,
 )
 
 

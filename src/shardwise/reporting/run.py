@@ -59,7 +59,7 @@ _PLAN = {
 }
 _FACTS = {
     "world?": int, "parameters?": _NUMBER, "flops_per_token?": _NUMBER, "peak_flops?": _NUMBER,
-    "unigram_entropy?": _NUMBER, "plan_explanation?": str,
+    "unigram_entropy?": _NUMBER, "plan_explanation?": str, "resumed_after?": [int],
 }  # fmt: skip
 
 

@@ -30,12 +30,17 @@ def _logged(run: Run) -> list[str]:
         return "unknown" if value is None else format(value, spec)
 
     return [
-        f"loss        {learnt} in {last['step']} steps{tokens}; {where}"
+        f"loss        {learnt} in {last['step']} steps{tokens}{_resumed(run)}; {where}"
         f" ({run.facts.get('device', '?')})",
         f"throughput  {rate('tokens_per_s', ',.0f')} tokens/s, {rate('step_s', '.3f')} s a step; "
         f"memory {show_bytes(max(run.known('memory_bytes'), default=None))} on rank 0; "
         f"communication exposed {rate('exposed_share', '.0%')} of the step",
     ]
+
+
+def _resumed(run: Run) -> str:
+    after = ", ".join(f"{step:,}" for step in run.facts.get("resumed_after", ()))
+    return f", resumed after step {after}" if after else ""
 
 
 def _summarize_step(timeline: Timeline) -> list[str]:

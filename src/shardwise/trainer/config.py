@@ -24,7 +24,7 @@ from shardwise.description.workload import CheckpointKind, Workload, parse_micro
 from shardwise.errors import UserError, nearest
 
 ZeroOrMore = Annotated[int, at_least(0)]
-Beta = Annotated[float, Bound("at least 0 and below 1", lambda n: 0 <= n < 1)]
+Share = Annotated[float, Bound("at least 0 and below 1", lambda n: 0 <= n < 1)]
 
 
 def key(default: Any, help: str) -> Any:
@@ -48,8 +48,10 @@ class ModelConfig:
     heads: int | None = key(None, "instead of the preset's")
     kv_heads: int | None = key(None, "instead of the preset's; as many as heads if those are given")
     tied: bool | None = key(None, "instead of the preset's; share embedding and output")
+    dropout: Share = key(0.0, "share of what each half of a block adds that training leaves out")
 
     def __post_init__(self) -> None:
+        _check("model", self)
         self.resolve()
 
     def resolve(self) -> Size:
@@ -100,14 +102,15 @@ class OptimConfig:
     min_lr_ratio: Annotated[float, Bound("between 0 and 1", lambda n: 0 <= n <= 1)] = key(
         0.1, "the cosine ends at this share of lr"
     )
-    beta1: Beta = key(0.9, "of AdamW")
-    beta2: Beta = key(0.95, "of AdamW")
+    beta1: Share = key(0.9, "of AdamW")
+    beta2: Share = key(0.95, "of AdamW")
     eps: Annotated[float, ABOVE_0] = key(1e-8, "of AdamW")
     weight_decay: Annotated[float, at_least(0)] = key(0.01, "of AdamW")
     clip: Annotated[float, at_least(0)] = key(1.0, "largest gradient norm; 0 turns clipping off")
     nonfinite: Annotated[str, Bound("error or skip", lambda way: way in ("error", "skip"))] = key(
         "error", "a gradient norm of NaN or Inf: error, or skip the step"
     )
+    nonfinite_limit: ZeroOrMore = key(0, "skipped steps in a row that end the run; 0: any number")
 
     def __post_init__(self) -> None:
         _check("optim", self)
@@ -126,6 +129,13 @@ class RunConfig:
     backend: str = key("", "of torch.distributed; empty: gloo on cpu, nccl on cuda")
     log_every: OneOrMore = key(1, "steps between two rows of metrics.jsonl")
     profile: int = key(0, "steps to profile, after some to warm up; 0: none")
+    save_every: ZeroOrMore = key(0, "steps between two checkpoints; 0: one on SIGTERM only")
+    keep: ZeroOrMore = key(2, "newest checkpoints to keep; 0: all")
+    asynchronous_save: bool = key(False, "write checkpoints while training goes on")
+    resume: Annotated[str, Bound("none, auto or a path", bool)] = key(
+        "none", "auto: from the newest checkpoint in OUT, if any; or the path of one, or of a run"
+    )
+    deterministic: bool = key(False, "only kernels that give the same bits in every run")
 
     def __post_init__(self) -> None:
         _check("run", self)
@@ -267,6 +277,6 @@ def describe_keys() -> str:
         for item in _keys_with_help(section):
             default = getattr(section, item.name)
             shown = "" if default is None else f" ({default!r})"
-            lines.append(f"  {f'{name}.{item.name}':<20}{item.metadata['help']}{shown}")
-    lines.append(f"  {'plan.KEY':<20}any setting of a Plan: mesh=2x2, compute_dtype=bfloat16, ...")
+            lines.append(f"  {f'{name}.{item.name}':<24}{item.metadata['help']}{shown}")
+    lines.append(f"  {'plan.KEY':<24}any setting of a Plan: mesh=2x2, compute_dtype=bfloat16, ...")
     return "\n".join(lines)

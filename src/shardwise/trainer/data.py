@@ -7,6 +7,7 @@ A batch is a pure function of (seed, step, micro-batch, data-parallel rank); not
 one batch to the next, so a run that resumes at step n sees what it would have seen.
 """
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ TOKEN_DTYPES = ("uint16", "uint32")
 # Ids are checked again in each batch, so the scan at the start only has to be likely to find a file
 # of the wrong tokenizer, not to read a terabyte.
 _SCAN_TOKENS = 1 << 24
+_CHECKED_TOKENS = 1 << 20
 
 Tokens = NDArray[Any]
 
@@ -46,6 +48,14 @@ class Corpus:
                 f"is {self.vocab} (ids 0 to {self.vocab - 1}): set model.vocab to the tokenizer's, "
                 f"and data.token_dtype to the type the file was written in"
             )
+
+    def fingerprint(self) -> str:
+        """Tell this corpus from others: its length, and a checksum of its first and last tokens."""
+        ends = (self.tokens[:_CHECKED_TOKENS], self.tokens[-_CHECKED_TOKENS:])
+        crc = 0
+        for end in ends:
+            crc = zlib.crc32(np.ascontiguousarray(end).tobytes(), crc)
+        return f"{len(self.tokens)} tokens, checksum {crc:08x}"
 
     def unigram_entropy(self) -> float:
         """Give the entropy of single tokens in nats: the loss of a model that ignores context."""

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import processor
-from shardwise.children import ChildFailed, describe_end
+from shardwise.children import STOPPED, ChildFailed, Stopped, describe_end
 from shardwise.errors import UserError
+from shardwise.trainer.stopping import PassedOn, passing_on
 from shardwise.watch import rank as watched
 from shardwise.watch.hub import LOST_PEER
 
@@ -31,7 +32,7 @@ Target = str | Callable[..., None]  # "module:function", or the function itself
 # A rank that fails breaks its peers' connections within milliseconds, so after the first exit a
 # moment is given to all that are failing, and then the one that began it is chosen.
 _SETTLE_S = 0.3
-_TERMINATE_S = 2.0
+_STOP_S = 10.0  # for the others, once a rank has saved and ended as it was told
 _LESS_MEMORY = (
     ": lower data.batch or data.seq, set model.checkpoint=nonreentrant, shard more "
     "(--plan zero3), or use a machine with more memory"
@@ -100,13 +101,20 @@ def run_ranks(target: str, args: tuple[Any, ...], nproc: int) -> None:
             )
         _call(target, args)
     else:
-        start_ranks(target, args, nproc, _LESS_MEMORY)
+        start_ranks(target, args, nproc, _LESS_MEMORY, saves=True)
 
 
-def start_ranks(target: Target, args: tuple[Any, ...], nproc: int, less_memory: str = "") -> None:
+def start_ranks(
+    target: Target,
+    args: tuple[Any, ...],
+    nproc: int,
+    less_memory: str = "",
+    saves: bool = False,
+) -> None:
     """Call `target` on so many new local ranks, each with the environment torch.distributed reads,
     and wait for them. On the first failure end the others and raise RankFailed, or UserError where
-    that is what the rank raised; `less_memory` is what to do where memory ran out. None is left
+    that is what the rank raised; `less_memory` is what to do where memory ran out. If `saves`,
+    SIGTERM goes on to the ranks, and Stopped is raised once they have ended by it. None is left
     running.
     """
     processor.settle()
@@ -125,7 +133,8 @@ def start_ranks(target: Target, args: tuple[Any, ...], nproc: int, less_memory: 
                 processes.append(spawning.Process(target=_run_rank, args=task))
                 processes[-1].start()
             listener.close()
-            _wait(processes, records, less_memory)
+            with passing_on(processes if saves else ()) as told:
+                _wait(processes, records, less_memory, told)
         finally:
             _end(processes)
 
@@ -166,6 +175,8 @@ def _run_rank(at: Meeting, target: Target, args: tuple[Any, ...], record: Path) 
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         _fail(record, stop, code)
+    except Stopped as stop:
+        _fail(record, stop, STOPPED)
     except BaseException as error:
         _fail(record, error, 1)
 
@@ -173,7 +184,9 @@ def _run_rank(at: Meeting, target: Target, args: tuple[Any, ...], record: Path) 
 def _fail(record: Path, error: BaseException, code: int) -> None:
     """Write the record, then end at once: clean-up would wait for peers that are not coming."""
     text = ""
-    if not isinstance(error, SystemExit):
+    if isinstance(error, Stopped):
+        text = str(error)
+    elif not isinstance(error, SystemExit):
         outer = error.__traceback__  # two frames of this module, then the task's own
         frames = outer.tb_next.tb_next if outer and outer.tb_next else None
         text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
@@ -184,7 +197,9 @@ def _fail(record: Path, error: BaseException, code: int) -> None:
         "user_error": str(error) if isinstance(error, UserError) else None,
     }
     record.write_text(json.dumps(said), encoding="utf-8")
-    if watched.on is not None and not isinstance(error, SystemExit):
+    if watched.on is not None and isinstance(error, Stopped):
+        watched.on.stop()  # all ranks end so
+    elif watched.on is not None and not isinstance(error, SystemExit):
         watched.on.raised(error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -202,21 +217,33 @@ def _end_with_launcher() -> None:
 # In the launcher
 
 
-def _wait(processes: list[BaseProcess], records: list[Path], less_memory: str) -> None:
+def _wait(
+    processes: list[BaseProcess], records: list[Path], less_memory: str, told: PassedOn
+) -> None:
     """Return when all ranks have ended well; raise for the rank that failed first."""
+    deadline = math.inf
     while True:
         codes = [process.exitcode for process in processes]  # one look: they change meanwhile
-        if any(codes):
+        if any(code not in (None, 0, STOPPED) for code in codes) or time.monotonic() > deadline:
             break
         if None not in codes:
+            if STOPPED in codes:
+                break
             return
-        wait([p.sentinel for p, code in zip(processes, codes, strict=True) if code is None])
+        if STOPPED in codes:  # all ranks end so, in their own time
+            deadline = min(deadline, time.monotonic() + _STOP_S)
+        running = [p.sentinel for p, code in zip(processes, codes, strict=True) if code is None]
+        wait(running, None if deadline == math.inf else _STOP_S)
     time.sleep(_SETTLE_S)
     failures = [
         _read_failure(rank, process.exitcode, record)
         for rank, (process, record) in enumerate(zip(processes, records, strict=True))
     ]
     first = min((failure for failure in failures if failure), key=_Failure.order)
+    if first.code == STOPPED:
+        raise Stopped(first.text)
+    if first.code == -signal.SIGTERM and told.asked:
+        raise Stopped("ended by SIGTERM before its first step; there was nothing to save")
     seen = _read_verdict(records[0])
     if seen["kind"] in _ONLY_SEEN:
         raise RankFailed(seen["rank"], seen["text"])
@@ -256,12 +283,9 @@ def _explain(failure: _Failure, nproc: int, less_memory: str, where: str) -> str
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """End what still runs: politely, then by force; reap all."""
+    """End what still runs, and reap all. Not by SIGTERM: it asks ranks to save, with all others."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
-        process.terminate()
-    deadline = time.monotonic() + _TERMINATE_S
-    for process in started:
-        process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
+    for process in started:
         process.join()

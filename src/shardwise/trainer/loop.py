@@ -1,25 +1,32 @@
 """The training loop of one rank: the only place of the trainer that calls the engine."""
 
 import math
+import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checked import read_text
+from shardwise.children import Stopped
 from shardwise.description.language_model import LM
 from shardwise.description.workload import row_of
 from shardwise.errors import UserError
+from shardwise.trainer.checkpoints import Checkpoints, Progress
 from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
 from shardwise.trainer.data import Corpus, open_corpus
-from shardwise.trainer.group import Member, join_group, memory_in_use
+from shardwise.trainer.group import Member, join_group, memory_in_use, use_deterministic_kernels
 from shardwise.trainer.outputs import StepMetrics, open_log, write_facts
 from shardwise.trainer.step_profiler import StepProfiler
+from shardwise.trainer.stopping import StopNotice
 
 Batch = tuple[Tensor, Tensor]
+_LOOK_EVERY = 10  # steps, at most, until ranks agree on whether to go on
 
 
 def train(config_toml: str) -> None:
@@ -28,6 +35,8 @@ def train(config_toml: str) -> None:
     On failure the group is left as it is: leaving it would wait for the other ranks.
     """
     config = TrainConfig.from_toml(config_toml)
+    if config.run.deterministic:
+        use_deterministic_kernels()
     corpus = open_corpus(
         config.data.path,
         vocab=config.model.resolve().vocab,
@@ -35,15 +44,48 @@ def train(config_toml: str) -> None:
         token_dtype=config.data.token_dtype,
     )
     member = join_group(config.run)
-    torch.manual_seed(config.run.seed)
-    model = LM(config.model.resolve(), config.data.seq, config.model.checkpoint).to(member.device)
-    plan = build_plan(config.plan, model, member.world)
-    if member.rank == 0:
-        write_facts(config, plan, corpus, member)
-    sharded = sw.shard(model, plan)
-    profiler = StepProfiler(config, sharded, plan, member)
-    _run_steps(config, sharded, plan.mesh, corpus, member, profiler)
+    with StopNotice(member.rank) as notice:
+        model = build_model(config, member)
+        plan = build_plan(config.plan, model, member.world)
+        sharded = sw.shard(model, plan)
+        optimizer = build_optimizer(config.optim, sharded)
+        checkpoints = Checkpoints(config, corpus, sharded, optimizer)
+        progress = checkpoints.restore()
+        if member.rank == 0:
+            write_facts(config, plan, corpus, member, progress.step)
+        profiler = StepProfiler(config, sharded, plan, member, progress.step)
+        training = _Training(
+            config, plan.mesh, corpus, member, sharded, optimizer, checkpoints, progress
+        )
+        stopped = training.run(profiler, notice)
     dist.destroy_process_group()
+    if stopped:
+        raise Stopped(stopped)
+
+
+def build_model(config: TrainConfig, member: Member) -> LM:
+    """The same weights on every rank; what is drawn later, for dropout, is another on each."""
+    torch.manual_seed(config.run.seed)
+    model = LM(
+        config.model.resolve(), config.data.seq, config.model.checkpoint, config.model.dropout
+    ).to(member.device)
+    drawn = int(np.random.default_rng([config.run.seed, member.rank]).integers(1 << 32))
+    torch.manual_seed(drawn)
+    random.seed(drawn)
+    np.random.seed(drawn)
+    return model
+
+
+def build_optimizer(optim: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    return sw.local(
+        torch.optim.AdamW(
+            model.parameters(),
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+    )
 
 
 def build_plan(config: PlanConfig, model: nn.Module, world: int) -> sw.Plan:
@@ -88,65 +130,111 @@ def lr_at(step: int, steps: int, optim: OptimConfig) -> float:
     return lowest + (optim.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def _run_steps(
-    config: TrainConfig,
-    model: nn.Module,
-    mesh: tuple[int, int],
-    corpus: Corpus,
-    member: Member,
-    profiler: StepProfiler,
-) -> None:
-    """Train all steps; every `log_every` of them, and the last, give a row of metrics."""
-    run, optim, workload = config.run, config.optim, config.workload
-    optimizer = sw.local(
-        torch.optim.AdamW(
-            model.parameters(),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
-    )
-    step_tokens = workload.tokens_on(mesh)
-    row = row_of(member.rank, mesh, len(workload.sizes or ((),)))
-    sizes = [workload.size_of(row, micro) for micro in range(run.micro_batches)]
-    logged, skipped, start, waited = 0, 0, time.perf_counter(), sw.exposed_seconds(model)
-    with open_log(Path(run.out), run.steps, member.rank) as log:
-        for step in range(1, run.steps + 1):
-            lr = lr_at(step, run.steps, optim)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            start += profiler.before(step)
-            batches = _draw_batches(config, sizes, corpus, step, member)
-            loss_sum, norm, took = _take_step(model, optimizer, batches, step_tokens, optim)
-            skipped += not took
-            start += profiler.after(step)
-            if step % run.log_every and step != run.steps:
-                continue
-            dist.all_reduce(loss_sum)
-            loss = loss_sum.item() / step_tokens  # on cuda this also waits for the step to end
-            now, waited_now = time.perf_counter(), sw.exposed_seconds(model)
-            elapsed = now - start
-            metrics = StepMetrics(
-                step=step,
-                loss=loss,
-                grad_norm=norm.item(),
-                skipped=skipped,
-                lr=lr,
-                tokens=step * step_tokens,
-                tokens_per_s=(step - logged) * step_tokens / elapsed,
-                step_s=elapsed / (step - logged),
-                memory_bytes=memory_in_use(member.device),
-                exposed_share=_share(waited, waited_now, elapsed),
-            )
-            log(metrics)
-            if took and not (math.isfinite(loss) and math.isfinite(metrics.grad_norm)):
-                raise UserError(
-                    f"the loss is {loss} and the gradient norm {metrics.grad_norm} at step {step}: "
-                    "training has diverged; lower optim.lr, raise optim.warmup, compute in a wider "
-                    "dtype, or leave such steps out with optim.nonfinite = 'skip'"
+@dataclass
+class _Training:
+    """A run under way, on one rank."""
+
+    config: TrainConfig
+    mesh: tuple[int, int]
+    corpus: Corpus
+    member: Member
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    checkpoints: Checkpoints
+    progress: Progress
+
+    def run(self, profiler: StepProfiler, notice: StopNotice) -> str:
+        """Train all steps that are left. Every `log_every` of them, and the last, give a row of
+        metrics; every `save_every`, and the last, a checkpoint. If a rank was told to end, save and
+        say so.
+        """
+        run, optim, progress = self.config.run, self.config.optim, self.progress
+        workload = self.config.workload
+        step_tokens = workload.tokens_on(self.mesh)
+        row = row_of(self.member.rank, self.mesh, len(workload.sizes or ((),)))
+        sizes = [workload.size_of(row, micro) for micro in range(run.micro_batches)]
+        logged, start, waited = progress.step, time.perf_counter(), sw.exposed_seconds(self.model)
+        with open_log(Path(run.out), run.steps, self.member.rank, progress.step) as log:
+            for step in range(progress.step + 1, run.steps + 1):
+                lr = lr_at(step, run.steps, optim)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                start += profiler.before(step)
+                batches = _draw_batches(self.config, sizes, self.corpus, step, self.member)
+                loss_sum, norm, took = _take_step(
+                    self.model, self.optimizer, batches, step_tokens, optim
                 )
-            logged, start, waited = step, now, waited_now
+                self._count(step, step_tokens, took)
+                start += profiler.after(step)
+                last = step == run.steps
+                logs = last or step % run.log_every == 0
+                saves = run.save_every > 0 and (last or step % run.save_every == 0)
+                if not (logs or saves or step % _LOOK_EVERY == 0):
+                    continue
+                loss, stops = _agree(loss_sum, notice)  # on cuda also waits for the step to end
+                loss /= step_tokens
+                now, waited_now = time.perf_counter(), sw.exposed_seconds(self.model)
+                elapsed = now - start
+                metrics = StepMetrics(
+                    step=step,
+                    loss=loss,
+                    grad_norm=norm.item(),
+                    skipped=progress.skipped,
+                    lr=lr,
+                    tokens=progress.tokens,
+                    tokens_per_s=(step - logged) * step_tokens / elapsed,
+                    step_s=elapsed / (step - logged),
+                    memory_bytes=memory_in_use(self.member.device),
+                    exposed_share=_share(waited, waited_now, elapsed),
+                )
+                if logs:
+                    log(metrics)
+                    logged, start, waited = step, now, waited_now
+                if took:
+                    self._check_finite(metrics)
+                stops = stops and not last
+                if saves or stops:
+                    start += self.checkpoints.save(progress, wait=stops)
+                if stops:
+                    break
+        path = self.checkpoints.finish()
+        done = f"step {progress.step} of {run.steps}"
+        if progress.step < run.steps:
+            return f"stopped by SIGTERM after {done}, saved as {path}; --resume goes on there"
+        return ""
+
+    def _count(self, step: int, tokens: int, took: bool) -> None:
+        """Note a step; an error, on all ranks, if too many were left out."""
+        progress, limit = self.progress, self.config.optim.nonfinite_limit
+        progress.step = step
+        progress.tokens += tokens
+        progress.skipped += not took
+        progress.skipped_in_a_row = 0 if took else progress.skipped_in_a_row + 1
+        if limit and progress.skipped_in_a_row >= limit:
+            raise UserError(
+                f"the gradient norm was not finite in {limit} steps in a row, up to step {step} "
+                "(optim.nonfinite_limit): lower optim.lr, raise optim.warmup, or compute in a "
+                f"wider dtype. {self.checkpoints.advise()}"
+            )
+
+    def _check_finite(self, metrics: StepMetrics) -> None:
+        """An error, on all ranks, before what has diverged is saved."""
+        if math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm):
+            return
+        raise UserError(
+            f"the loss is {metrics.loss} and the gradient norm {metrics.grad_norm} at step "
+            f"{metrics.step}: training has diverged; lower optim.lr, raise optim.warmup, compute "
+            "in a wider dtype, or leave such steps out with optim.nonfinite = 'skip'. "
+            f"{self.checkpoints.advise()}"
+        )
+
+
+def _agree(loss_sum: Tensor, notice: StopNotice) -> tuple[float, bool]:
+    """The loss of all ranks, and in the same message whether any of them was told to end."""
+    both = torch.stack((loss_sum, loss_sum.new_tensor(float(notice.asked))))
+    dist.all_reduce(both)
+    loss, told = both.tolist()
+    return loss, told > 0
 
 
 def _take_step(

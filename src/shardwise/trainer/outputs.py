@@ -26,9 +26,14 @@ from shardwise.trainer.group import Member
 _PLAIN_LINES = 20  # of a whole run, where the output is a file or a pipe
 
 
-def write_facts(config: TrainConfig, plan: sw.Plan, corpus: Corpus, member: Member) -> None:
-    """Write the configuration, the plan, and what the run depends on."""
+def write_facts(
+    config: TrainConfig, plan: sw.Plan, corpus: Corpus, member: Member, done: int = 0
+) -> None:
+    """Write the configuration, the plan, and what the run depends on. A run that goes on after
+    step `done` adds that to where it has resumed before.
+    """
     out = Path(config.run.out)
+    resumed = [*(step for step in _resumed_before(out) if step < done), *([done] if done else [])]
     (out / CONFIG).write_text(config.to_toml(), encoding="utf-8")
     (out / PLAN).write_text(plan.to_json() + "\n", encoding="utf-8")
     facts = {
@@ -44,9 +49,20 @@ def write_facts(config: TrainConfig, plan: sw.Plan, corpus: Corpus, member: Memb
         "data": corpus.name,
         "data_tokens": len(corpus.tokens),
         "unigram_entropy": corpus.unigram_entropy(),
+        "resumed_after": resumed,
         "plan_explanation": plan.explain(config.run.micro_batches),
     }
+    if not resumed:
+        del facts["resumed_after"]
     (out / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _resumed_before(out: Path) -> list[int]:
+    try:
+        found = json.loads((out / FACTS).read_text(encoding="utf-8"))["resumed_after"]
+        return [step for step in found if type(step) is int]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 @dataclass(frozen=True)
@@ -82,13 +98,15 @@ Log = Callable[[StepMetrics], None]
 
 
 @contextmanager
-def open_log(directory: Path, steps: int, rank: int) -> Iterator[Log]:
+def open_log(directory: Path, steps: int, rank: int, done: int = 0) -> Iterator[Log]:
     """Give the function that logs a step. Rank 0 appends it to the file, where it is on disk at
-    once, and shows it; the others do nothing.
+    once, and shows it; the others do nothing. Rows after step `done` are cut: those steps come
+    again.
     """
     if rank != 0:
         yield lambda row: None
         return
+    _cut_rows(directory / METRICS, done)
     with (directory / METRICS).open("a", encoding="utf-8") as file, _display(steps) as show:
 
         def log(row: StepMetrics) -> None:
@@ -96,6 +114,23 @@ def open_log(directory: Path, steps: int, rank: int) -> Iterator[Log]:
             show(row)
 
         yield log
+
+
+def _cut_rows(file: Path, done: int) -> None:
+    """Keep the rows of the first `done` steps; the file is whole at any time."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+            if line.endswith("\n") and row["step"] <= done:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # half a row, of a run that was killed
+    shorter = file.with_name(f"{file.name}.part")
+    shorter.write_text("".join(kept), encoding="utf-8")
+    shorter.replace(file)
 
 
 @contextmanager

@@ -28,12 +28,14 @@ class StepProfiler:
     """Profiles `run.profile` steps of the loop and writes their files beside the run's."""
 
     def __init__(
-        self, config: TrainConfig, model: nn.Module, plan: sw.Plan, member: Member
+        self, config: TrainConfig, model: nn.Module, plan: sw.Plan, member: Member, done: int = 0
     ) -> None:
+        """`done`: steps that the run had taken before it resumed; this process has to warm up."""
         self.config, self.model, self.plan, self.member = config, model, plan, member
-        run = config.run
-        first = min(WARMUP, run.steps - run.profile) + 1
-        self.steps = range(first, first + run.profile)
+        left = config.run.steps - done
+        count = max(0, min(config.run.profile, left - 1))
+        first = done + min(WARMUP, left - count) + 1
+        self.steps = range(first, first + count)
         self._open = ExitStack()
 
     def before(self, step: int) -> float:

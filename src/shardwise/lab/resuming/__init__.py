@@ -1,0 +1,1 @@
+"""Runs that are killed and resumed, compared with the same ones uninterrupted."""
