@@ -21,6 +21,7 @@ AFTER = (
     "from torch.distributed.tensor import DTensor\n"
     "assert all(isinstance(p.grad, DTensor) for p in model.parameters())",
     "assert whole['0.weight'].shape == (256, 64)",
+    "assert loaded.step == 20 and loaded.extra == {'epoch': 3}",
 )
 
 
