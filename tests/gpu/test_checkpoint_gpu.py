@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def _make(seed: int, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

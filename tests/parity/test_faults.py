@@ -323,7 +323,7 @@ def test_a_held_interpreter_is_no_fault(tmp_path: Path) -> None:
 def test_a_job_that_is_stopped_and_continued_is_no_fault(tmp_path: Path) -> None:
     with start(tmp_path, train, "", 1, 30, 0.02) as job:
         job.wait_for("trains*", 2)
-        job.signal(signal.SIGTSTP, 0, 1)
+        job.signal(signal.SIGSTOP, 0, 1)  # SIGTSTP stops nobody who has no terminal
         time.sleep(2.8)
         job.signal(signal.SIGCONT, 0, 1)
         assert job.wait() == [0, 0]

@@ -237,13 +237,15 @@ class Control:
         self._turn = 0
         self._generation: int | None = None
         self._ranks = ranks
+        self._track: Track | None = None
         self._find_track()  # now, if it can be: a rank may end before its first turn
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's value, on every rank. Blocks until all have said theirs."""
-        track = self._find_track()
-        if track is not None:
-            track.add(EXCHANGE, "agreement")
+        if self._track is None:
+            self._find_track()
+        if self._track is not None:
+            self._track.add(EXCHANGE, "agreement")
         if self._generation is None:
             # A store may outlive its world; every rank of a group comes once in each.
             came: int = self._store.add(f"{self._prefix}/came", 1)
@@ -260,9 +262,10 @@ class Control:
             return [pickle.loads(together[1:]) for _ in range(self._size)]
         return [pickle.loads(each) for each in pickle.loads(together[1:])]
 
-    def _find_track(self) -> Track | None:
+    def _find_track(self) -> None:
         """Where the watch reads how often this rank has come here."""
-        return None if watched.on is None else watched.on.track(self._prefix, self._ranks)
+        if watched.on is not None:
+            self._track = watched.on.track(self._prefix, self._ranks)
 
     def part(self) -> None:
         """The last word: the first rank, which may be the store's home, leaves after the others."""

@@ -242,7 +242,7 @@ class Engine:
         recomputes = torch_private.inside_backward()
         if watched.on is not None:
             verb = BACKWARD if recomputes else FORWARD
-            watched.on.enter(verb, unit.name, self.mesh.shard.runs)
+            watched.on.page.enter(verb, unit.name, self.mesh.shard.runs)
         if self.agreement.first_pass and not recomputes:
             self.agreement.check_unit(unit.name, len(self.schedule.forward_order.current))
         self.schedule.before_forward(unit, recomputes)
@@ -251,7 +251,7 @@ class Engine:
 
     def before_backward(self, unit: Unit) -> None:
         if watched.on is not None:
-            watched.on.enter(BACKWARD, unit.name, self.mesh.shard.runs)
+            watched.on.page.enter(BACKWARD, unit.name, self.mesh.shard.runs)
         self.schedule.before_backward(unit)
 
     def open_backward(self) -> None:
@@ -297,7 +297,7 @@ class Engine:
     def end_step(self, ran: bool) -> None:
         """The sums are complete: hang them on the parameters."""
         if watched.on is not None:
-            watched.on.end_step()
+            watched.on.page.end_step()
         schedule = self.schedule
         if self.agreement.first or self.policy.needs_equal_use:
             ready = [unit.name for unit in schedule.current.ready]

@@ -1,6 +1,7 @@
 """The configuration of a training run: five frozen sections, from TOML and from `--set a.b=c`."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -242,8 +243,10 @@ class _ConfigReader(Reader):
             parsed = value.parse()
             textual = kind is str or get_origin(kind) is Literal
             value = str(value) if textual and not isinstance(parsed, str) else parsed
-        if type(value) in (int, float) and not abs(value) < 2**63:
+        if type(value) is int and not abs(value) < 2**63:
             self.fail(f"{path} is {value!r:.40}, more than any run has")
+        if type(value) is float and not math.isfinite(value):
+            self.fail(f"{path} is {value!r}, expected a finite number")
         return super().scalar(value, kind, path)
 
     def show(self, value: Any) -> str:

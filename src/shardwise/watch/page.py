@@ -43,6 +43,26 @@ def open_words(fd: int) -> memoryview:
     return memoryview(mmap.mmap(fd, NBYTES)).cast("Q")
 
 
+class Page:
+    """Where this rank is, as it goes."""
+
+    def __init__(self, fd: int, units: Units) -> None:
+        self._words, self._units = open_words(fd), units
+
+    def track(self, number: int) -> Track:
+        return Track(self._words, number, self._units)
+
+    def enter(self, verb: int, unit: str, track: Track | None) -> None:
+        """It now runs a unit: its forward, or its backward."""
+        self._words[0] = self._units[unit][0] << 4 | verb
+        if track is not None:
+            track.add(verb, unit)
+
+    def end_step(self) -> None:
+        self._words[0] = BETWEEN
+        self._words[1] += 1
+
+
 class Track:
     """One process group's collectives, as this rank issues them."""
 

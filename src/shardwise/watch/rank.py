@@ -51,8 +51,7 @@ class Watch:
         self._store, self._key = store, _agree_key(store, world)
         listener, hub = _listen(world, _store_host(store)) if rank == 0 else (None, None)
         fd = page.make()
-        self._words = page.open_words(fd)
-        self._units = _Units(weakref.ref(self))
+        self.page = page.Page(fd, _Units(weakref.ref(self)))
         self._tracks: dict[str, page.Track | None] = {}
         settings = {
             "rank": rank, "world": world, "pid": self._pid, "page": fd,
@@ -97,16 +96,10 @@ class Watch:
         if group not in self._tracks:
             number, track = len(self._tracks), None
             if number < page.TRACKS and len(ranks) > 1:
-                track = page.Track(self._words, number, self._units)
+                track = self.page.track(number)
                 self._tell(group=[number, group, ranks])
             self._tracks[group] = track
         return self._tracks[group]
-
-    def enter(self, verb: int, unit: str, track: page.Track | None) -> None:
-        """This rank now runs a unit: its forward, or its backward."""
-        self._words[0] = self._units[unit][0] << 4 | verb
-        if track is not None:
-            track.add(verb, unit)
 
     def orders(self) -> dict[str, tuple[int, int]]:
         """Of each group: how many collectives this rank has issued in it, and their hash."""
@@ -115,10 +108,6 @@ class Watch:
             for group, track in self._tracks.items()
             if track is not None and not group.startswith(page.RUNS)
         }
-
-    def end_step(self) -> None:
-        self._words[0] = page.BETWEEN
-        self._words[1] += 1
 
     # Last words
 
