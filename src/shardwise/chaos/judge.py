@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -123,9 +124,23 @@ def _check_loads(fault: Fault, kind: Kind, ended: Ended) -> list[str]:
             if line["what"] == "loaded" and line["hash"] not in journal.get(line["step"], ()):
                 wrong.append(f"rank {rank} loaded a state of step {line['step']} never saved")
         states = {line["hash"] for line in lines if line["what"] == "state"}
-        if len(states) > 1 and kind.name != "two jobs":
+        if kind.diverges:
+            wrong += _check_kept(fault, rank, lines)
+        elif len(states) > 1 and kind.name != "two jobs":
             wrong.append(f"rank {rank}: resumed, it came to another state")
     return wrong + _check_which(fault, kind, ended)
+
+
+def _check_kept(fault: Fault, rank: int, lines: Sequence[dict[str, Any]]) -> list[str]:
+    """No checkpoint is made of what came of the fault. What was saved before is loaded again, and
+    sound from there on.
+    """
+    for line in lines:
+        if line["what"] == "loaded":
+            break
+        if line["what"] == "saved" and line["step"] >= fault.step:
+            return [f"rank {rank} saved what it had after the fault, in step {line['step']}"]
+    return []
 
 
 def _check_which(fault: Fault, kind: Kind, ended: Ended) -> list[str]:

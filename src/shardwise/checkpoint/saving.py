@@ -216,11 +216,11 @@ def check_moved(doing: str, said: Sequence[Said]) -> None:
     """What ranks hold after they have moved different units in one collective is kept by nobody.
     The watch ends such a job a moment later; a save may come first.
     """
-    first: dict[tuple[str, int], int] = {}
+    first: dict[str, int] = {}
     for rank, each in enumerate(said):
-        for group, (count, order) in each.moved.items():
-            other = first.setdefault((group, count), rank)
-            if said[other].moved[group][1] != order:
+        for group, order in each.moved.items():
+            other = first.setdefault(group, rank)
+            if said[other].moved[group] != order:
                 raise CheckpointError(
                     f"{doing}: ranks {other} and {rank} have run units in different orders, so "
                     "what they gathered or reduced together, and hold now, is not what was asked "

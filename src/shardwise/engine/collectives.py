@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardwise.engine import marks, torch_private
 from shardwise.planning.memory import sent_bytes
 from shardwise.watch import rank as watched
-from shardwise.watch.page import EXCHANGE, RUNS, Track
+from shardwise.watch.page import EXCHANGE, RUNS, USES, WORDS, Track
 
 
 class Handle(Protocol):
@@ -175,6 +175,11 @@ class Group:
         return self._find_track("")
 
     @cached_property
+    def uses(self) -> Track | None:
+        """Where it reads the order in which gathered units were needed."""
+        return self._find_track(USES)
+
+    @cached_property
     def runs(self) -> Track | None:
         """Where it reads the order in which units ran."""
         return self._find_track(RUNS)
@@ -265,7 +270,7 @@ class Control:
     def _find_track(self) -> None:
         """Where the watch reads how often this rank has come here."""
         if watched.on is not None:
-            self._track = watched.on.track(self._prefix, self._ranks)
+            self._track = watched.on.track(f"{WORDS}{self._prefix}", self._ranks)
 
     def part(self) -> None:
         """The last word: the first rank, which may be the store's home, leaves after the others."""

@@ -20,7 +20,7 @@ from shardwise.engine import marks, torch_private
 from shardwise.engine.collectives import DONE, Buffer, Handle, allocate
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
-from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER
+from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER, USE
 
 if TYPE_CHECKING:
     from shardwise.engine.unit import Unit
@@ -156,6 +156,9 @@ class TensorExecutor:
 
     def wait(self, unit: Unit) -> None:
         p, (handle, unpack) = unit.parameters, unit.arriving
+        uses = unit.next_gather.group.uses
+        if uses is not None:
+            uses.add(USE, unit.name)
         self.gathers.join(handle)
         with marked("copy-out", unit.name):
             p.buffer.allocate()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.watch.page import RUNS
+from shardwise.watch.page import RUNS, USES
 
 SETTINGS = "SHARDWISE_WATCHER"  # in the environment of a watcher: what it has to know
 TICK_S = 0.5  # how often watchers look and tell
@@ -360,16 +360,17 @@ class Hub:
         values = set(asked[1].values())
         if len(values) == 1:
             self._alike[group] = count
-        elif None not in values and group not in self._told:
-            self._told[group] = {}
-            # First what ran, which says more; then what was moved, which is always there.
-            for each in (RUNS + group, group):
+        elif None not in values and group.removeprefix(USES) not in self._told:
+            moved = group.removeprefix(USES)
+            self._told[moved] = {}
+            # First what ran, which says more; then what was moved or used, which is always there.
+            for each in (RUNS + moved, group):
                 for member in self.groups[group]:
                     self.ranks[member].send(tell=[each, self._alike.get(each, 0) + 1])
 
     def _find_difference(self, rank: int, group: str, entries: list[list[Any]]) -> None:
         """Once all have told what they ran and what they moved: where they parted."""
-        group = group.removeprefix(RUNS)
+        group = group.removeprefix(RUNS).removeprefix(USES)
         told = self._told[group].setdefault(rank, [])
         told.append({entry[0]: entry for entry in entries})
         everybody = self._told[group]
@@ -392,8 +393,8 @@ class Hub:
         first = min(rank for rank, what in does.items() if what == common)
         text = (
             f"runs another order than rank {first} in step {at[odd][4]}: {does[odd]} where rank "
-            f"{first} has {common}. They gather and reduce together, so what was moved is not what "
-            "was asked for. Let every rank run the same modules in the same order"
+            f"{first} has {common}. They gather and reduce together: what one moves is not what "
+            "the other asks for. Let every rank run the same modules in the same order"
         )
         self._fault(odd, 0, "diverged", text)
 

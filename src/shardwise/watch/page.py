@@ -8,7 +8,8 @@ collectives in each process group.
 
 A track is one process group, or the ranks of one as they agree over the store. Its hash after n
 collectives is the same on all ranks of the group, or their orders differ. A second track of a group
-has the units that ran, which tells more of why.
+has the units that were gathered, in the order in which they were needed: gathers that come ahead of
+need may match where that does not. A third has all units that ran, which tells more of why.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import zlib
 
 TRACKS, RING, _WORDS = 32, 2048, 48
 NBYTES = 8 * (_WORDS + TRACKS * RING * 2)
-VERBS = ("gather", "reduce-scatter", "all-reduce", "forward", "backward", "exchange")
-GATHER, SCATTER, ALL_REDUCE, FORWARD, BACKWARD, EXCHANGE = range(6)
+VERBS = ("gather", "reduce-scatter", "all-reduce", "forward", "backward", "exchange", "use")
+GATHER, SCATTER, ALL_REDUCE, FORWARD, BACKWARD, EXCHANGE, USE = range(7)
 BETWEEN = 15  # no unit runs
 RUNS = "runs of "  # before a group's name: the order in which its ranks run units
+USES = "uses of "  # the order in which its ranks come to need what was gathered
+WORDS = "words of "  # what its ranks tell each other over the store
 _PRIME, _MASK = 0x100000001B3, (1 << 64) - 1
 
 

@@ -106,7 +106,7 @@ class Watch:
         return {
             group: (track.count, track.hash)
             for group, track in self._tracks.items()
-            if track is not None and not group.startswith(page.RUNS)
+            if track is not None and not group.startswith((page.RUNS, page.WORDS))
         }
 
     # Last words
