@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -312,3 +314,19 @@ def test_odd_dtypes_and_strides_come_back(tmp_path: Path) -> None:
         got = getattr(model, name)
         bits = [t.contiguous().view(-1).view(torch.uint8) for t in (got, value)]
         assert torch.equal(*bits) and got.stride() == value.stride(), name
+
+
+_ENDS_AT_ONCE = """
+import sys, time, torch, shardwise as sw
+from shardwise.checkpoint import storage
+storage.watchers.append(lambda operation, path: time.sleep(0.5 * (operation == "create")))
+sw.save(sys.argv[1], torch.nn.Linear(4, 4), step=1, asynchronous=True)
+"""
+
+
+def test_a_program_that_ends_at_once_ends_with_its_save(tmp_path: Path) -> None:
+    """The thread begins to write when the main one is over."""
+    run = [sys.executable, "-c", _ENDS_AT_ONCE, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert checkpoint.verify(tmp_path) == []

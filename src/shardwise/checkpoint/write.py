@@ -11,8 +11,8 @@ import json
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult, ThreadPool
 
 import torch
 
@@ -126,17 +126,19 @@ def write_part(
 
     def buffers() -> Iterator[bytes | memoryview]:
         yield header
-        with ThreadPoolExecutor(THREADS) as pool:
-            waiting: deque[Future[Batch]] = deque()
+        # Not an executor of concurrent.futures: it takes no more work once the program has come to
+        # its end, where an asynchronous save may be under way.
+        with ThreadPool(THREADS) as pool:
+            waiting: deque[AsyncResult[Batch]] = deque()
             for batch in _batches(sources):
-                waiting.append(pool.submit(_prepare, batch))
+                waiting.append(pool.apply_async(_prepare, (batch,)))
                 if len(waiting) > AHEAD:
                     yield from take(waiting.popleft())
             while waiting:
                 yield from take(waiting.popleft())
 
-    def take(batch: Future[Batch]) -> Iterator[bytes | memoryview]:
-        ready, crcs, is_finite = batch.result()
+    def take(batch: AsyncResult[Batch]) -> Iterator[bytes | memoryview]:
+        ready, crcs, is_finite = batch.get()
         sums.extend(crcs)
         finite.append(is_finite)
         for buffer in ready:
