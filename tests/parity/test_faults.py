@@ -241,6 +241,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, who: int) -> None:
         assert codes == [-signal.SIGKILL if rank == who else ENDED for rank in range(3)]
 
 
+@pytest.mark.quiet  # three of the five seconds are spent on making sure
 def test_a_rank_that_is_stopped(tmp_path: Path, who: int = 0) -> None:
     with start(tmp_path, train, "forward:stop", who) as job:
         codes = job.wait()
@@ -297,6 +298,7 @@ def _with_verdict(folder: Path, fault: str) -> None:
 
 
 @pytest.mark.skipif(not permitted(), reason="makes network namespaces")
+@pytest.mark.quiet  # so here
 def test_a_link_that_is_cut(tmp_path: Path) -> None:
     """Both sides end, and each says what it has lost."""
     with two_hosts() as hosts, start(tmp_path, train, "", 1, 10_000, world=4, hosts=hosts) as job:
