@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,14 +22,29 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise.checkpoint.collect import collect
+from shardwise.checkpoint.collect import Share, collect
 from shardwise.checkpoint.loading import Loading
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.saving import save_shares
+from shardwise.checkpoint.saving import Order, Said, assign_pieces, begin, make_manifest
+from shardwise.checkpoint.storage import storage_of
 from shardwise.checkpoint.talk import Talk
+from shardwise.checkpoint.write import find_sources, write_part
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 STATES = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+
+
+def save_shares(root: Path, shares: Sequence[Share], step: int) -> str:
+    """A checkpoint of every rank's share, written by this process alone; its folder."""
+    storage, order = storage_of(root), Order(str(root), step, None, False)
+    said = [Said(order, share.table, replace(share, held=[])) for share in shares]
+    assignment, begun = assign_pieces(said), begin(storage, step)
+    written = [
+        write_part(storage, begun.temporary, rank, find_sources(share, assignment, rank))
+        for rank, share in enumerate(shares)
+    ]
+    manifest = make_manifest(said, assignment, written, begun.serial)
+    return storage.join(storage.commit(begun.temporary, begun.name, manifest.to_text().encode()))
 
 
 class Block(nn.Module):

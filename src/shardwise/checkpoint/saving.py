@@ -192,26 +192,6 @@ def begin(storage: Storage, step: int) -> Begun:
     return Begun(storage.begin(name), name, storage.next_serial())
 
 
-def save_shares(path: str | os.PathLike[str], shares: Sequence[Share], step: int = 0) -> str:
-    """A checkpoint of every rank's share, written by this process alone; its folder."""
-    storage, order = storage_of(path), Order(os.fspath(path), step, None, False)
-    said = [Said(order, share.table, replace(share, held=[])) for share in shares]
-    assignment = assign_pieces(said)
-    begun = begin(storage, step)
-    try:
-        written = [
-            write_part(storage, begun.temporary, rank, find_sources(share, assignment, rank))
-            for rank, share in enumerate(shares)
-        ]
-        manifest = make_manifest(said, assignment, written, begun.serial)
-        name = storage.commit(begun.temporary, begun.name, manifest.to_text().encode())
-    except BaseException:
-        storage.abandon(begun.temporary)
-        raise
-    storage.point(name)
-    return storage.join(name)
-
-
 def check_moved(doing: str, said: Sequence[Said]) -> None:
     """What ranks hold after they have moved different units in one collective is kept by nobody.
     The watch ends such a job a moment later; a save may come first.
@@ -305,7 +285,7 @@ class _Work:
     begun: Begun
     rank: int
 
-    def run(self, ranks: Talk, sources: list[Source]) -> str:
+    def run(self, ranks: Talk, sources: Sequence[Source]) -> str:
         """Write, agree, commit; the checkpoint's folder."""
         doing = f"cannot save {self.storage.join(self.begun.name)}"
         try:
@@ -317,7 +297,7 @@ class _Work:
         ranks.part()
         return self.storage.join(name)
 
-    def _write(self, sources: list[Source]) -> Written:
+    def _write(self, sources: Sequence[Source]) -> Written:
         total = sum(source.nbytes for source in sources)
         progress = Progress(self.begun.name, total, quiet=self.rank != 0)
         try:

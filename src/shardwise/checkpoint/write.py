@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,13 +34,15 @@ THREADS, AHEAD = 2, 4
 
 
 @dataclass(frozen=True)
-class Source:
-    """A piece that this rank writes, and its memory."""
+class Source(ABC):
+    """A piece that this rank writes."""
 
     key: str
     dtype: str
     box: Box
-    tensor: torch.Tensor
+
+    @abstractmethod
+    def read(self) -> torch.Tensor: ...
 
     @property
     def name(self) -> str:
@@ -48,6 +51,14 @@ class Source:
     @property
     def nbytes(self) -> int:
         return self.box.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class InMemory(Source):
+    tensor: torch.Tensor
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -64,24 +75,24 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def find_sources(share: Share, assignment: Assignment, rank: int) -> list[Source]:
+def find_sources(share: Share, assignment: Assignment, rank: int) -> list[InMemory]:
     """The pieces that this rank writes, as views of what it holds."""
     held = {each.key: each for each in share.held}
     sources = []
     for key, box in assignment.pieces[rank]:
         part = next(part for part in held[key].parts if part.box.overlap(box) == box)
-        sources.append(Source(key, held[key].dtype, box, part.tensor[box.within(part.box)]))
+        sources.append(InMemory(key, held[key].dtype, box, part.tensor[box.within(part.box)]))
     if any(source.tensor.is_cuda for source in sources):
         torch.cuda.synchronize()  # other threads, on streams of their own, will read them
     return sources
 
 
-def copy_to_host(sources: Sequence[Source]) -> list[Source]:
+def copy_to_host(sources: Sequence[Source]) -> list[InMemory]:
     """The same pieces as they are now, whatever becomes of the tensors: for writing later."""
     copies = []
     on_device = False
     for source in sources:
-        tensor = source.tensor
+        tensor = source.read()
         pinned = tensor.device.type == "cuda"
         on_device |= pinned
         # Contiguous, whatever the strides of the view.
@@ -90,7 +101,7 @@ def copy_to_host(sources: Sequence[Source]) -> list[Source]:
     if on_device:
         torch.cuda.current_stream().synchronize()
     return [
-        Source(source.key, source.dtype, source.box, copy)
+        InMemory(source.key, source.dtype, source.box, copy)
         for source, copy in zip(sources, copies, strict=True)
     ]
 
@@ -178,7 +189,7 @@ def _prepare(batch: list[Source]) -> Batch:
     crcs: list[int] = []
     finite = True
     for source in batch:
-        host = source.tensor.cpu()
+        host = source.read().cpu()
         if source.key.startswith(("model/", "optimizer/")):
             finite = finite and is_finite(host)
         data = bytes_of(host)

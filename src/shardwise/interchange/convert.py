@@ -26,7 +26,7 @@ from shardwise.checkpoint.read import Origin
 from shardwise.checkpoint.saving import begin
 from shardwise.checkpoint.storage import storage_of
 from shardwise.checkpoint.trees import bytes_of
-from shardwise.checkpoint.write import DTYPES, write_part
+from shardwise.checkpoint.write import DTYPES, Source, write_part
 from shardwise.interchange.conversion import (
     FORMATS,
     SHARD_BYTES,
@@ -163,31 +163,19 @@ def _header(job: Conversion, names: dict[str, str], prefix: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Lazy:
-    """A piece to write, read when it is its turn."""
+class _Lazy(Source):
+    """Read when it is its turn."""
 
     job: Conversion
-    key: str
-    dtype: str
-    box: Box
 
-    @property
-    def tensor(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor:
         return self.job.read_box(self.key, self.box)
-
-    @property
-    def name(self) -> str:
-        return f"{self.key}@{','.join(map(str, self.box.offset))}"
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * ITEM_BYTES[self.dtype]
 
 
 def _to_shardwise(job: Conversion) -> Converted:
     manifest = job.manifest
-    sources: list[Any] = [
-        _Lazy(job, key, job.dtype_of(key), box)
+    sources = [
+        _Lazy(key, job.dtype_of(key), box, job)
         for key, saved in manifest.tensors.items()
         for box in cut_box(Box.whole(saved.shape), ITEM_BYTES[job.dtype_of(key)])
         if box.numel
