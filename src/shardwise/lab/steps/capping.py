@@ -95,6 +95,7 @@ def _measure(case: CapCase, variant: str) -> dict[str, Any]:
     step = build_step(case, variant)
     timer = timer_on("cuda")
     compiling = timer(step).step_ms
+    torch.cuda.empty_cache()  # what only compiling took is not the step's
     for _ in range(WARMUP):
         step()
     taken = [timer(step).step_ms for _ in range(STEPS)]
