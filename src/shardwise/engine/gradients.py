@@ -17,7 +17,7 @@ from shardwise.engine import marks, torch_private
 from shardwise.engine.collectives import Buffer
 from shardwise.engine.storage import Parameters
 from shardwise.engine.torch_private import local_of
-from shardwise.planning.rows import Layout, Rows, lay_out
+from shardwise.planning.rows import Rows, lay_out
 
 
 class Gradients:
@@ -58,7 +58,11 @@ class Gradients:
         # evenly among several ranks.
         even = all(r.even and r.part and not r.dim for r in layout.rows)
         has_slot = mesh.device.type == "cuda" and even and layout.ranks > 1
-        self.slot = Slot(layout, self.counts, reduce_dtype, mesh.device) if has_slot else None
+        self.slot: Slot | None = None
+        if has_slot:
+            sizes = [*(r.part for r in layout.rows), self.counts]
+            starts = [*layout.offsets, layout.shard_numel]
+            self.slot = Slot(starts, sizes, layout.ranks, reduce_dtype, mesh.device)
         self.sums: torch.Tensor | None = None
         self.flat: torch.Tensor | None = None
         self.locals: list[torch.Tensor] = []
@@ -294,25 +298,28 @@ def slices_of(whole: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 class Slot:
-    """A reduce's input whose pieces, one for every parameter and rank and one for the counts of
-    every rank, are made once.
+    """A reduce's input whose pieces, one for every tensor and rank, are made once. A rank has
+    tensor after tensor, from `starts` on.
     """
 
     def __init__(
-        self, layout: Layout, counts: int, dtype: torch.dtype, device: torch.device
+        self,
+        starts: Sequence[int],
+        sizes: Sequence[int],
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        numel = (layout.shard_numel + counts) * layout.ranks
+        numel = (starts[-1] + sizes[-1]) * ranks
         self.flat = torch.empty(numel, dtype=dtype, device=device)
         self.buffer = Buffer(self.flat)
-        by_rank = self.flat.view(layout.ranks, -1)
-        starts = [*layout.offsets, layout.shard_numel]
-        sizes = [*(rows.part for rows in layout.rows), counts]
+        by_rank = self.flat.view(ranks, -1)
         self.pieces = [
             by_rank[rank, start : start + size]
             for start, size in zip(starts, sizes, strict=True)
-            for rank in range(layout.ranks)
+            for rank in range(ranks)
         ]
-        self.ranks = layout.ranks
+        self.ranks = ranks
         self.buffer.release()
 
     def pack(self, found: Sequence[torch.Tensor]) -> torch.Tensor:

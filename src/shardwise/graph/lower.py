@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.graph.executor import GraphExecutor, GraphParameter, GraphUnit
-from shardwise.graph.nodes import is_view, is_wait
+from shardwise.graph.nodes import is_wait
 from shardwise.graph.ops import FULL, REDUCED
 from shardwise.planning.plan import Plan
 from shardwise.schedule.executor import Held
@@ -165,8 +165,6 @@ class _Walk:
                     last[unit] = node
             if node in self.reduced:
                 last[self.lowering.unit_of[self.reduced[node]]] = node
-        if self.executor.together:
-            self._begin_with_gradients(first, nodes)
         self.order = list(first)  # units as they are first used
         self._begins: dict[Node, list[GraphUnit]] = {}
         self._ends: dict[Node, list[GraphUnit]] = {}
@@ -176,21 +174,6 @@ class _Walk:
         for unit, node in sorted(last.items(), key=lambda pair: at[pair[1]]):
             self._ends.setdefault(node, []).append(unit)
         self.ended = [unit for units in self._ends.values() for unit in units]
-
-    def _begin_with_gradients(self, first: dict[GraphUnit, Node], nodes: Sequence[Node]) -> None:
-        """A unit's backward begins where its first gradient is made, if that is earlier: there the
-        engine's hooks would hear of it, and gather ahead.
-        """
-        at = {node: i for i, node in enumerate(nodes)}
-        for node, number in self.reduced.items():
-            unit, made = self.lowering.unit_of[number], node.all_input_nodes[0]
-            while is_view(made):
-                made = made.all_input_nodes[0]
-            if unit in first and at[made] < at[first[unit]] and made.op == "call_function":
-                first[unit] = made
-        ordered = sorted(first.items(), key=lambda pair: at[pair[1]])
-        first.clear()
-        first.update(ordered)
 
     def inputs(self) -> None:
         for node in self.old.nodes:

@@ -10,6 +10,7 @@ or not grouped by a backend is so for both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx import Graph, Node
 from shardwise.engine.collectives import Group, Handle
 from shardwise.engine.engine import Engine
 from shardwise.engine.executor import Lane
+from shardwise.engine.gradients import Slot
 from shardwise.engine.torch_private import chunk_cat, foreach_copy_
 from shardwise.graph.nodes import (
     ALL_GATHERS,
@@ -81,6 +83,26 @@ class _Sent:
     handle: Handle
     reads: Any
 
+    def end(self) -> None:
+        self.path.lane.join(self.handle)
+        if isinstance(self.reads, _Packed):
+            self.reads.give_back()
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A message in one of the slots that are used again and again, and what was packed."""
+
+    slot: Slot
+    free: list[Slot]  # where it goes afterwards
+    gradients: list[Tensor]
+
+    def give_back(self) -> None:
+        self.slot.buffer.release()
+        self.free.append(self.slot)
+
+
+_free_slots: dict[Any, list[Slot]] = {}  # by what they are for
 
 _under_way: dict[int, _Sent] = {}  # by the memory that the first tensor fills
 
@@ -101,10 +123,27 @@ def _scatter(
     path = sums[name]
     mine = gradients[0].new_empty(rows, dtype=dtype)
     with path.lane.behind_compute:
+        packed = _pack(gradients, ranks, mine) if path.lane.ordered else None
+        if packed is not None:
+            return _start(mine, path, path.group.reduce_scatter(mine, packed.slot.flat), packed)
         slot = mine.new_empty((ranks, rows))
         chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
         handle = path.group.reduce_scatter(mine, slot.view(-1))
         return _start(mine, path, handle, (slot, gradients))
+
+
+def _pack(gradients: list[Tensor], ranks: int, mine: Tensor) -> _Packed | None:
+    """By one multi-tensor copy, where every gradient is cut evenly: on a GPU it takes less time
+    than `chunk_cat`, whose many blocks keep the next matrix product waiting.
+    """
+    if not all(g.dim() and g.shape[0] % ranks == 0 for g in gradients):
+        return None
+    sizes = tuple(g.numel() // ranks for g in gradients)
+    free = _free_slots.setdefault((sizes, ranks, mine.dtype, mine.device), [])
+    starts = list(accumulate(sizes, initial=0))[:-1]
+    slot = free.pop() if free else Slot(starts, sizes, ranks, mine.dtype, mine.device)
+    slot.pack(gradients)
+    return _Packed(slot, free, gradients)
 
 
 def _add_up(terms: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
@@ -126,7 +165,7 @@ def _start(output: Tensor, path: Path, handle: Handle, reads: Any = None) -> Ten
 def _arrive(sent: Tensor) -> None:
     found = _under_way.pop(sent.data_ptr(), None)
     if found is not None:
-        found.path.lane.join(found.handle)
+        found.end()
 
 
 for _name, _kernel in (
