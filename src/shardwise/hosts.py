@@ -29,6 +29,7 @@ ADDRESSES = ("10.83.0.1", "10.83.0.2")
 INTERFACE = "wire"
 _NEW_NETWORK, _NEW_NAME, _NEW_MOUNTS = 0x40000000, 0x04000000, 0x00020000  # CLONE_NEW...
 _BIND, _PRIVATE_BELOW = 4096, 16384 | 1 << 18  # MS_BIND, MS_REC | MS_PRIVATE
+_DEATH_SIGNAL = 1  # of prctl
 _numbers = itertools.count()  # a process may make several pairs
 _UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 
@@ -81,10 +82,16 @@ class Hosts:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def start(self, host: int, words: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
-        """A program on that host; `settings` are Popen's."""
+        """A program on that host, which is asked to end if this process dies; `settings` are
+        Popen's.
+        """
+
+        def settle() -> None:
+            _call("prctl", _DEATH_SIGNAL, signal.SIGTERM)
+            self.enter(host)
+
         env = {**(settings.pop("env", None) or os.environ), "GLOO_SOCKET_IFNAME": INTERFACE}
-        enter = functools.partial(self.enter, host)
-        return subprocess.Popen(words, text=True, env=env, preexec_fn=enter, **settings)
+        return subprocess.Popen(words, text=True, env=env, preexec_fn=settle, **settings)
 
     def remove(self) -> None:
         """End what still runs there, and all of it is gone."""

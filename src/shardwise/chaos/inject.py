@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from shardwise import checkpoint
 from shardwise.chaos.faults import SAVING, Fault
-from shardwise.hosts import cut_cable, throttle_cable
 from shardwise.chaos.job import CUT
 from shardwise.checkpoint import storage
+from shardwise.hosts import cut_cable, throttle_cable
 from shardwise.watch import rank as watch
 
 # Longer than the watchers' patience with a rank that is stopped, or a host that is silent.

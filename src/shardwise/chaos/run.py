@@ -22,10 +22,10 @@ from pathlib import Path
 
 from shardwise.chaos import program
 from shardwise.chaos.faults import BY_NAME, KINDS, SAVES, Fault, Kind
-from shardwise.hosts import Hosts, refusal
 from shardwise.chaos.job import become_supervisor, run_alone, run_ranks
 from shardwise.chaos.judge import Row, judge
 from shardwise.children import ChildFailed
+from shardwise.hosts import Hosts, refusal
 
 _NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE, MS_REC
 _DISK_BYTES = 2**20
