@@ -7,6 +7,7 @@ disturbed. Ranks measure together, each on its own cores, because that is how th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -225,18 +226,33 @@ def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
     _, bare_step = _time_steps(bare, x, effort)
     low_forward, _ = _time_steps(_Chain().to(device).bfloat16(), low, effort)
     tell("the host: the engine's units")
+    plan = Plan.of("zero3", mesh=HOST_WORLD)
+    unit = measure_unit(bare, x, len(bare.blocks), lambda model: shard(model, plan), effort)
     with fake_group(0, HOST_WORLD):
-        sharded = shard(_Chain().to(device), Plan.of("zero3", mesh=HOST_WORLD))
-        _, sharded_step = _time_steps(sharded, x, effort)
         whole = Plan.of("ddp", HOST_WORLD, compute_dtype="bfloat16", bucket_bytes=CAST_BYTES)
         casts = len(whole.resolve(bare).require_units())
         cast_forward, _ = _time_steps(shard(_Chain().to(device), whole), low, effort)
-    moves = 3 * len(bare.blocks)  # gathered for forward and for backward, reduced once
     return HostFindings(
         op=bare_step.above(NOTHING, launches),
-        unit=sharded_step.above(bare_step, moves),
+        unit=unit,
         cast=cast_forward.above(low_forward, casts),
     )
+
+
+def measure_unit(
+    bare: nn.Module,
+    x: Tensor,
+    units: int,
+    wrap: Callable[[nn.Module], nn.Module],
+    effort: Effort,
+) -> Sampled:
+    """Host seconds of an engine's own work to gather, or to reduce, one unit of a tiny model: what
+    a step takes beyond the bare model's, over a group in which nothing is sent.
+    """
+    _, alone = _time_steps(bare, x, effort)
+    with fake_group(0, HOST_WORLD):
+        _, sharded = _time_steps(wrap(copy.deepcopy(bare)), x, effort)
+    return sharded.above(alone, 3 * units)  # gathered for forward and for backward, reduced once
 
 
 def _time_steps(model: nn.Module, x: Tensor, effort: Effort) -> tuple[Sampled, Sampled]:

@@ -12,13 +12,17 @@ import dataclasses
 import statistics
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.calibration.calibrate import assemble, measure_as_rank
-from shardwise.calibration.measure import CPU, QUICK, Effort
+from shardwise.calibration.measure import CPU, HOST_WORLD, QUICK, Effort, measure_unit
 from shardwise.description.cluster import COLLECTIVES, Cluster, Level
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
+from shardwise.description.preset import Preset
+from shardwise.emulation.engines import fully_shard_blocks
 from shardwise.errors import UserError
 from shardwise.hosts import two_hosts
 from shardwise.lab.hybrid.case import MESH, RANKS, HybridCase, document_speedup, plan_of, summarize
@@ -94,10 +98,22 @@ def measure_rank(
     measured = measure_as_rank(effort, lambda text: say(f"  {text}") if first else None)
     cluster = assemble("two-hosts", *measured, "cpu", RANKS, None, hosts=MESH[0])
     return found | {
+        "torch_unit_s": _measure_torch_unit(case.stack, effort),
         "micro_batch_s": {size: side.step_ms / 1e3 for size, side in alone.items()},
         "calls": calls,
         "cluster": write_cluster(cluster.cluster, cluster.spreads),
     }
+
+
+def _measure_torch_unit(stack: Preset, effort: Effort) -> float:
+    """What torch's host takes for a unit; `calibrate` has that of shardwise's."""
+    tiny = dataclasses.replace(stack, d_model=8, d_ff=8).build(1).to_empty(device="cpu")
+
+    def wrap(model: nn.Module) -> nn.Module:
+        fully_shard_blocks(model, plan_of("fsdp"), init_device_mesh("cpu", (HOST_WORLD,)))
+        return model
+
+    return measure_unit(tiny, torch.randn(1, 1, 8), stack.layers, wrap, effort).value
 
 
 # From what they found
@@ -141,6 +157,9 @@ def _predict(
     case: HybridCase, engine: str, mode: str, cluster: Cluster, found: dict[str, Any]
 ) -> float:
     """Milliseconds."""
+    if engine == "torch":
+        host = dataclasses.replace(cluster.host, unit_s=found["torch_unit_s"])
+        cluster = dataclasses.replace(cluster, host=host)
     calls: dict[str, Points] = {
         kind: tuple((size, seconds) for size, seconds in points)
         for kind, points in found["calls"].items()
@@ -165,10 +184,10 @@ def show(rows: list[Row], environment: dict[str, Any]) -> None:
         for row in rows
     ]  # fmt: skip
     left = ("engine", "mode")
-    heads = (*left, "step ms", "tokens/s/rank", "x hsdp", "predicted", "off")
+    heads = (*left, "step ms", "tokens/s", "x hsdp", "predicted", "off")
     title = f"2 hosts of 2 ranks, a link of {rows[0]['rate']}: a step of micro-batches"
     print_table(title, heads, lines, environment, left, 80)
-    print("step: mean and standard deviation; x hsdp, off: by medians.")
+    print("step: mean and standard deviation; tokens/s: of a rank; x hsdp, off: by medians.")
     _show_ratios(rows)
     for name, found in rows[0]["links"].items():
         told = "{latency_ms:.2f} ms, {mb_per_s:.1f} MB/s a rank and direction".format(**found)
