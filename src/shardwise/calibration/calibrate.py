@@ -113,6 +113,7 @@ def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings,
 
 def _run_rank(effort: Effort, writer: Connection) -> None:
     open_group("gloo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     rank = dist.get_rank()
     found = measure_as_rank(effort, writer.send if rank == 0 else (lambda text: None))
     if rank == 0:
@@ -120,11 +121,10 @@ def _run_rank(effort: Effort, writer: Connection) -> None:
 
 
 def measure_as_rank(effort: Effort, tell: Tell) -> tuple[Findings, HostFindings]:
-    """What the ranks of a group measure together. Its group is left: the host's own work is
-    measured without one.
+    """What the ranks of a group measure together, with the threads that they have. Its group is
+    left: the host's own work is measured without one.
     """
     ranks, hosts = dist.get_world_size(), count_hosts()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) * hosts // ranks))
     found = measure_device("cpu", effort, dist.barrier, tell)
     if ranks > 1:
         measure_links(found, effort, tell, hosts)

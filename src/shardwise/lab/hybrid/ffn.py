@@ -84,10 +84,13 @@ def time_micro_batches(
     sequence: int,
     steps: int,
     sizes: Iterable[int] = MICRO_BATCHES,
+    device: str = "",
     timer: Timer | None = None,
 ) -> dict[int, Side]:
-    """In fp32 without tf32, inputs drawn anew; by the device's own clock, or a given timer."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """In fp32 without tf32, inputs drawn anew; on a GPU where there is one, by the device's own
+    clock, or as given.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
         free_device()
     torch.manual_seed(0)

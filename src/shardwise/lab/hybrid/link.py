@@ -84,7 +84,8 @@ def measure_rank(
         return found
     say("micro-batches alone, on all ranks at once")
     sizes = sorted({size for replica in range(MESH[0]) for size in case.sizes(replica)})
-    alone = time_micro_batches(case.stack, case.sequence, max(steps, 5), sizes, time_on_ranks)
+    times = max(steps, 5)
+    alone = time_micro_batches(case.stack, case.sequence, times, sizes, "cpu", time_on_ranks)
     say("calls and links")
     inner = init_device_mesh("cpu", MESH).get_group(1)
     calls = {
