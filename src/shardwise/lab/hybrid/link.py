@@ -189,6 +189,9 @@ def show(rows: list[Row], environment: dict[str, Any]) -> None:
     title = f"2 hosts of 2 ranks, a link of {rows[0]['rate']}: a step of micro-batches"
     print_table(title, heads, lines, environment, left, 80)
     print("step: mean and standard deviation; tokens/s: of a rank; x hsdp, off: by medians.")
+    offs = [row["off"] for row in rows]
+    average, worst = statistics.mean(map(abs, offs)), max(offs, key=abs)
+    print(f"predicted: off by {average:.1%} on average, {worst:+.1%} at worst.")
     _show_ratios(rows)
     for name, found in rows[0]["links"].items():
         told = "{latency_ms:.2f} ms, {mb_per_s:.1f} MB/s a rank and direction".format(**found)
