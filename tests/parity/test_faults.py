@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.hosts import ADDRESSES, Hosts, refusal, two_hosts
 from shardwise.watch import rank as watched
 from shardwise.watch.rank import ENDED
-from tests.hosts import Hosts, permitted, two_hosts
 from tests.ranks import PRELOADED
 
 WITHIN_S = 5.0
@@ -132,8 +132,7 @@ def _run(
     address = "127.0.0.1"
     if hosts is not None:
         hosts.enter(2 * rank // world)
-        os.environ["GLOO_SOCKET_IFNAME"] = "wire"
-        address = hosts.addresses[0]
+        address = ADDRESSES[0]
     file = os.open(folder / f"err{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 2)
     os.close(file)
@@ -297,7 +296,7 @@ def _with_verdict(folder: Path, fault: str) -> None:
     train(folder, fault)
 
 
-@pytest.mark.skipif(not permitted(), reason="makes network namespaces")
+@pytest.mark.skipif(refusal() != "", reason=refusal())
 @pytest.mark.quiet  # so here
 def test_a_link_that_is_cut(tmp_path: Path) -> None:
     """Both sides end, and each says what it has lost."""

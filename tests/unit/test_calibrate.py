@@ -9,9 +9,10 @@ import pytest
 from shardwise.calibration.calibrate import assemble
 from shardwise.calibration.measure import Findings, HostFindings, Sampled
 from shardwise.cli import main
-from shardwise.description.cluster import COLLECTIVES, Cluster, MatmulPoint
+from shardwise.description.cluster import COLLECTIVES, Cluster, CollectivePoint, MatmulPoint
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
-from shardwise.description.collectives import collective_time
+from shardwise.description.collectives import Members, collective_time
+from shardwise.errors import UserError
 
 
 def findings() -> Findings:
@@ -50,6 +51,31 @@ def test_one_gpu_is_measured_and_its_links_are_taken_from_a_named_cluster(monkey
     assert "spread = 1e-07" in write_cluster(cluster, made.spreads)
 
 
+def test_two_hosts_have_a_level_for_each_kind_of_link() -> None:
+    host = HostFindings(Sampled(2e-5, 0), Sampled(3e-4, 0), Sampled(4e-5, 0))
+    found = findings()
+    for seconds, ranks, inside, points in (
+        (0.001, 2, 1, found.collectives),
+        (0.08, 2, 1, found.between_hosts),
+        (0.06, 4, 2, found.between_hosts),
+    ):
+        points += [CollectivePoint(kind, ranks, 2**20, seconds, 0, inside) for kind in COLLECTIVES]
+    made = assemble("mine", found, host, "cpu", 4, None, hosts=2)
+    inner, outer = made.cluster.levels
+    assert (inner.name, inner.ranks) == ("in a host", 2)
+    assert (outer.name, outer.ranks) == ("between hosts", None)
+    assert outer.bandwidth_bytes_per_s == pytest.approx(2**19 / 0.08)
+    text = write_cluster(made.cluster, made.spreads)
+    again = parse_cluster(text, "mine.toml")
+    assert again.levels == made.cluster.levels
+    assert collective_time(again, "all_reduce", 2**20, Members(2, stride=2)) == 0.08
+    assert collective_time(again, "all_reduce", 2**20, Members(4)) == 0.06
+    assert '["all_gather", 2, 1048576, 0.001, 0],' in text  # as before there were hosts
+    told = text.replace("0.06, 0, 2]", "0.06, 0, 2, 9]")
+    with pytest.raises(UserError, match="has the entries kind, ranks, bytes, seconds, spread"):
+        parse_cluster(told, "mine.toml")
+
+
 @pytest.mark.slow
 def test_the_command_measures_two_ranks_and_the_file_loads_back(tmp_path, capsys) -> None:
     out = tmp_path / "mine.toml"
@@ -79,3 +105,10 @@ def test_the_command_measures_two_ranks_and_the_file_loads_back(tmp_path, capsys
 def test_wrong_arguments_are_told_before_anything_is_measured(arguments, told, capsys) -> None:
     assert main(["calibrate", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_ranks_are_torchruns_where_it_has_started_them(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["calibrate", "--out", "x.toml", "--ranks", "2"]) == 2
+    assert "--ranks: torchrun has started the ranks already" in capsys.readouterr().err

@@ -146,3 +146,22 @@ def test_wrong_questions() -> None:
     with pytest.raises(ValueError, match="has 16 ranks, but cluster h100x8 holds 8"):
         collective_time(limited, "all_gather", 1, 16)
     assert bus_share("all_reduce", 4) == 1.5
+
+
+def test_measured_points_count_for_groups_that_lie_as_the_measured_ones() -> None:
+    """Two ranks on each of two hosts: inside a host, one of each, all."""
+    base = simple(bandwidth=1e6)
+    points = [
+        CollectivePoint("all_gather", 2, 1000, 0.2),
+        CollectivePoint("all_gather", 4, 1000, 0.3, 0, 2),
+    ]
+    inner = dataclasses.replace(
+        base.levels[0], ranks=2, points=(CollectivePoint("all_gather", 2, 1000, 0.1),)
+    )
+    outer = dataclasses.replace(base.levels[0], name="link", points=tuple(points))
+    cluster = dataclasses.replace(base, levels=(inner, outer))
+    assert collective_time(cluster, "all_gather", 1000, Members(2)) == 0.1
+    assert collective_time(cluster, "all_gather", 1000, Members(2, stride=2)) == 0.2
+    assert collective_time(cluster, "all_gather", 1000, Members(4)) == 0.3
+    # Of this kind nothing was measured: the ring.
+    assert collective_time(cluster, "all_reduce", 1e6, Members(2)) == pytest.approx(1.0)

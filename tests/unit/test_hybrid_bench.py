@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.hosts import refusal
 from shardwise.lab.hybrid.case import DOCUMENT, HybridCase
 from shardwise.lab.hybrid.compare import REAL, draw
 from shardwise.lab.hybrid.predicted import predict
@@ -49,6 +50,26 @@ def test_four_real_ranks_agree_before_they_are_timed(tmp_path) -> None:
     assert rows[0]["speedup"] == 1.0 and rows[1]["speedup"] > 0
 
 
+@pytest.mark.skipif(refusal() != "", reason=refusal())
+def test_two_hosts_are_measured_beside_their_prediction(tmp_path, capsys) -> None:
+    """Under torchrun, two ranks on each; the figures of so quick a run mean nothing."""
+    words = ("--hosts", "2", "--rate", "50mbit", "--modes", "hsdp,delayed")
+    rows = run(tmp_path, *words, "--engines", "shardwise")
+    check_rows(rows, 2)
+    for row in rows:
+        assert (row["source"], row["hosts"], row["rate"]) == ("hosts", 2, "50mbit")
+        assert row["parity"] <= 1e-5 and row["predicted_ms"] > 0
+        between = row["links"]["between hosts"]
+        # 6.25 MB/s for the two ranks of a host together; a rank alone may find it free at times.
+        assert 0 < between["mb_per_s"] < 6.25
+        assert between["mb_per_s"] < row["links"]["in a host"]["mb_per_s"]
+    said = capsys.readouterr().out
+    table = [line for line in said.splitlines() if line.startswith(("│", "┃"))]
+    assert len(table) == 3 and max(map(len, table)) <= 80 and "50mbit" in said
+    again = run(tmp_path, *words, "--engines", "shardwise", "--resume")  # nothing is left to do
+    assert again == rows
+
+
 @pytest.mark.parametrize(
     ("words", "modes"),
     [((), {"hsdp", "delayed", "fsdp"}), (("--delay-all-reduce",), {"delayed"}),
@@ -66,6 +87,10 @@ def test_the_document_s_switches_choose_the_mode(tmp_path, words, modes) -> None
         (("--accum-steps", "0"), "at least 1"),
         (("--sources", "ncl"), "unknown source"),
         (("--modes", "hsdpp"), "unknown mode"),
+        (("--hosts", "3"), "--hosts is 3, expected 1 or 2"),
+        (("--hosts", "2", "--rate", "fast"), "expected a number with kbit, mbit or gbit"),
+        (("--hosts", "2", "--sources", "gloo"), "leave out --sources"),
+        (("--rate", "1gbit"), "give --hosts 2 with it"),
     ],
 )
 def test_wrong_words_are_answered_before_anything_runs(words, message, capsys) -> None:

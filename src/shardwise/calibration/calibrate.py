@@ -1,7 +1,8 @@
 """`shardwise calibrate`: measures this machine and makes the Cluster that describes it.
 
-On a CPU it starts gloo ranks by itself and measures on all of them at once; on a GPU it measures
-one device, and takes the links from a packaged cluster, because one GPU has none.
+On a CPU it starts gloo ranks by itself, or takes those that torchrun has started, on one host or
+several, and measures on all of them at once; on a GPU it measures one device, and takes the links
+from a packaged cluster, because one GPU has none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shardwise.calibration.measure import (
 )
 from shardwise.description.cluster import (
     Cluster,
+    CollectivePoint,
     Device,
     Host,
     Level,
@@ -39,9 +41,10 @@ from shardwise.description.cluster import (
     MatmulRate,
     Protocol,
 )
+from shardwise.errors import UserError
 from shardwise.profiling.timing import describe_environment
 from shardwise.trainer.group import open_group
-from shardwise.trainer.launch import start_ranks
+from shardwise.trainer.launch import joined, start_ranks
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,15 @@ def calibrate(
         found = measure_device("cuda", effort, lambda: None, tell)
         host = measure_host("cuda", effort, tell)
         return assemble(name, found, host, device, 1, Cluster.load(links), how)
-    found, host = _measure_on_ranks(ranks, effort, tell)
-    return assemble(name, found, host, device, ranks, None, how)
+    hosts = 1
+    if joined():
+        open_group("gloo")
+        ranks, hosts = dist.get_world_size(), count_hosts()
+        quiet: Tell = lambda text: None  # noqa: E731
+        found, host = measure_as_rank(effort, tell if dist.get_rank() == 0 else quiet)
+    else:
+        found, host = _measure_on_ranks(ranks, effort, tell)
+    return assemble(name, found, host, device, ranks, None, how, hosts)
 
 
 def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings, HostFindings]:
@@ -94,26 +104,43 @@ def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings,
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        start_ranks(_run_rank, (ranks, effort, writer), ranks)
+        start_ranks(_run_rank, (effort, writer), ranks)
     finally:
         writer.close()
     listener.join()
     return results[0]
 
 
-def _run_rank(ranks: int, effort: Effort, writer: Connection) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+def _run_rank(effort: Effort, writer: Connection) -> None:
     open_group("gloo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     rank = dist.get_rank()
-    tell: Tell = writer.send if rank == 0 else (lambda text: None)
+    found = measure_as_rank(effort, writer.send if rank == 0 else (lambda text: None))
+    if rank == 0:
+        writer.send(found)
+
+
+def measure_as_rank(effort: Effort, tell: Tell) -> tuple[Findings, HostFindings]:
+    """What the ranks of a group measure together, with the threads that they have. Its group is
+    left: the host's own work is measured without one.
+    """
+    ranks, hosts = dist.get_world_size(), count_hosts()
     found = measure_device("cpu", effort, dist.barrier, tell)
     if ranks > 1:
-        measure_links(found, effort, tell)
+        measure_links(found, effort, tell, hosts)
     dist.barrier()
     dist.destroy_process_group()
-    host = measure_host("cpu", effort, tell)  # all ranks at once: they share the machine
-    if rank == 0:
-        writer.send((found, host))
+    return found, measure_host("cpu", effort, tell)  # all ranks at once: they share the machine
+
+
+def count_hosts() -> int:
+    """On how many hosts the ranks are; the launcher says how many are on this one."""
+    ranks, here = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks % here:
+        raise UserError(
+            f"{here} of {ranks} ranks are on this host; calibrate needs the same number on each"
+        )
+    return ranks // here
 
 
 def assemble(
@@ -124,11 +151,13 @@ def assemble(
     ranks: int,
     links: Cluster | None,
     figures: str = "medians",
+    hosts: int = 1,
 ) -> Calibrated:
     """The Cluster of what was measured; with `links`, its levels and contention are that one's."""
     facts = describe_environment()
     where = facts["gpu"] if device == "cuda" else f"{facts['cpu']}, {facts['cores']} cores"
     how = f"{ranks} ranks at once" if ranks > 1 else "one process"
+    how += f" on {hosts} hosts" if hosts > 1 else ""
     measured = (
         f"measured by shardwise calibrate, {date.today().isoformat()}, torch {facts['torch']}, "
         f"{how}, {figures}, load {facts['load_at_start']} at the start"
@@ -139,7 +168,9 @@ def assemble(
     shares = [found.attention[dtype].value / best[dtype] for dtype in found.attention]
     made = Device(
         name=where,
-        memory_bytes=book.note("device.memory_bytes", _memory(device, ranks), "the system says"),
+        memory_bytes=book.note(
+            "device.memory_bytes", _memory(device, ranks // hosts), "the system says"
+        ),
         bandwidth_bytes_per_s=book.sample("device.bandwidth_bytes_per_s", found.copy),
         bandwidth_fraction=book.note("device.bandwidth_fraction", 1.0, "the rate was measured"),
         kernel_s=book.sample("device.kernel_s", found.kernel),
@@ -160,7 +191,7 @@ def assemble(
         cast_s=book.sample("host.cast_s", host.cast),
     )
     if links is None:
-        levels: tuple[Level, ...] = (_make_level(found, ranks, book),)
+        levels: tuple[Level, ...] = _make_levels(found, ranks // hosts, hosts, book)
         contention = book.sample("contention.communication_share_of_compute", found.share)
     else:
         levels, contention = links.levels, links.communication_share_of_compute
@@ -203,29 +234,45 @@ def _make_rate(dtype: str, points: list[MatmulPoint], book: _Book) -> MatmulRate
     )
 
 
-def _make_level(found: Findings, ranks: int, book: _Book) -> Level:
+def _make_levels(found: Findings, local: int, hosts: int, book: _Book) -> tuple[Level, ...]:
+    """Ranks of one host, then the hosts."""
+    if hosts == 1:
+        return (_make_level("level.0", "gloo", None, found.collectives, book),)
+    if local == 1:
+        return (_make_level("level.0", "between hosts", None, found.between_hosts, book),)
+    book.sources["level.0.ranks"] = f"{book.measured}: ranks of a host"
+    return (
+        _make_level("level.0", "in a host", local, found.collectives, book),
+        _make_level("level.1", "between hosts", None, found.between_hosts, book),
+    )
+
+
+def _make_level(
+    key: str, name: str, ranks: int | None, points: list[CollectivePoint], book: _Book
+) -> Level:
     """gloo: the measured table; beyond it, the bandwidth of its largest all-gather."""
-    gathers = [p for p in found.collectives if p.kind == "all_gather"]
+    gathers = [p for p in points if p.kind == "all_gather" and p.inside == 1]
     bandwidth, step = 1e9, 1e-4
     told = "assumed: one rank has nobody to talk to"
     if gathers:
         smallest, largest = gathers[0], gathers[-1]
-        bandwidth = largest.nbytes * (ranks - 1) / ranks / largest.seconds
-        step = smallest.seconds / (ranks - 1)
+        others = largest.ranks - 1
+        bandwidth = largest.nbytes * others / largest.ranks / largest.seconds
+        step = smallest.seconds / others
         told = f"{book.measured}: from the largest and the smallest all-gather"
-        book.sources["level.0.points"] = book.measured
+        book.sources[f"{key}.points"] = book.measured
     return Level(
-        name="gloo",
-        ranks=None,
-        bandwidth_bytes_per_s=book.note("level.0.bandwidth_bytes_per_s", bandwidth, told),
+        name=name,
+        ranks=ranks,
+        bandwidth_bytes_per_s=book.note(f"{key}.bandwidth_bytes_per_s", bandwidth, told),
         protocols=(
             Protocol(
                 "gloo",
-                start_s=book.note("level.0.protocol.0.start_s", 0.0, "in the step"),
-                step_s=book.note("level.0.protocol.0.step_s", step, told),
+                start_s=book.note(f"{key}.protocol.0.start_s", 0.0, "in the step"),
+                step_s=book.note(f"{key}.protocol.0.step_s", step, told),
             ),
         ),
-        points=tuple(found.collectives),
+        points=tuple(points),
     )
 
 

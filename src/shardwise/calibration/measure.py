@@ -7,6 +7,7 @@ disturbed. Ranks measure together, each on its own cores, because that is how th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
@@ -136,6 +138,7 @@ class Findings:
     copy: Sampled  # bytes read and written per second
     kernel: Sampled  # seconds of the shortest one
     collectives: list[CollectivePoint] = field(default_factory=list)  # of each kind, by bytes
+    between_hosts: list[CollectivePoint] = field(default_factory=list)  # where there are several
     issue: Sampled = NOTHING  # of one collective, host seconds
     share: Sampled = NOTHING  # of the compute, that communication takes
 
@@ -169,23 +172,44 @@ def measure_device(device: str, effort: Effort, ready: Callable[[], None], tell:
     return Findings(matmul, attention, copy, timer(lambda: tiny.add_(1.0)))
 
 
-def measure_links(found: Findings, effort: Effort, tell: Tell) -> None:
-    """Collectives over the default group of gloo ranks; a collective call."""
+def measure_links(found: Findings, effort: Effort, tell: Tell, hosts: int = 1) -> None:
+    """Collectives of gloo ranks, and a collective call. With several hosts by axis of the mesh
+    (hosts, ranks of one): inside each host, one rank of each, and all ranks. All groups of an axis
+    are busy at once, as in training; so ranks of one host share its link.
+    """
     ranks = dist.get_world_size()
-    for kind in COLLECTIVES:
-        tell(kind.replace("_", "-"))
-        for nbytes in effort.sizes:
-            numel = max(ranks, nbytes // 4 // ranks * ranks)
-            whole, part = torch.ones(numel), torch.ones(numel // ranks)
-            samples = [_time_together(kind, whole, part) for _ in range(effort.samples + 2)]
-            taken = effort.pick(samples[2:])
-            found.collectives.append(
-                CollectivePoint(kind, ranks, nbytes, taken.value, taken.spread)
-            )
+    local = ranks // hosts
+    if hosts == 1:
+        found.collectives += _measure_group(None, 1, effort, tell, "")
+    else:
+        mesh = init_device_mesh("cpu", (hosts, local))
+        if local > 1:
+            found.collectives += _measure_group(mesh.get_group(1), 1, effort, tell, " in a host")
+        across = _measure_group(mesh.get_group(0), 1, effort, tell, " between hosts")
+        if local > 1:
+            across += _measure_group(None, local, effort, tell, " of all ranks")
+        found.between_hosts += across
     tell("issuing a collective")
     found.issue = effort.pick(time_calls("all_reduce", 4 * ranks, effort.samples * 3))
     tell("compute beside communication")
     found.share = _measure_share(effort)
+
+
+def _measure_group(
+    group: Any, inside: int, effort: Effort, tell: Tell, where: str
+) -> list[CollectivePoint]:
+    """Every collective of a group by size; all ranks call it, each with its own group."""
+    ranks = dist.get_world_size(group)
+    points = []
+    for kind in COLLECTIVES:
+        tell(kind.replace("_", "-") + where)
+        for nbytes in effort.sizes:
+            numel = max(ranks, nbytes // 4 // ranks * ranks)
+            whole, part = torch.ones(numel), torch.ones(numel // ranks)
+            samples = [_time_together(kind, whole, part, group) for _ in range(effort.samples + 2)]
+            taken = effort.pick(samples[2:])
+            points.append(CollectivePoint(kind, ranks, nbytes, taken.value, taken.spread, inside))
+    return points
 
 
 def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
@@ -202,18 +226,33 @@ def measure_host(device: str, effort: Effort, tell: Tell) -> HostFindings:
     _, bare_step = _time_steps(bare, x, effort)
     low_forward, _ = _time_steps(_Chain().to(device).bfloat16(), low, effort)
     tell("the host: the engine's units")
+    plan = Plan.of("zero3", mesh=HOST_WORLD)
+    unit = measure_unit(bare, x, len(bare.blocks), lambda model: shard(model, plan), effort)
     with fake_group(0, HOST_WORLD):
-        sharded = shard(_Chain().to(device), Plan.of("zero3", mesh=HOST_WORLD))
-        _, sharded_step = _time_steps(sharded, x, effort)
         whole = Plan.of("ddp", HOST_WORLD, compute_dtype="bfloat16", bucket_bytes=CAST_BYTES)
         casts = len(whole.resolve(bare).require_units())
         cast_forward, _ = _time_steps(shard(_Chain().to(device), whole), low, effort)
-    moves = 3 * len(bare.blocks)  # gathered for forward and for backward, reduced once
     return HostFindings(
         op=bare_step.above(NOTHING, launches),
-        unit=sharded_step.above(bare_step, moves),
+        unit=unit,
         cast=cast_forward.above(low_forward, casts),
     )
+
+
+def measure_unit(
+    bare: nn.Module,
+    x: Tensor,
+    units: int,
+    wrap: Callable[[nn.Module], nn.Module],
+    effort: Effort,
+) -> Sampled:
+    """Host seconds of an engine's own work to gather, or to reduce, one unit of a tiny model: what
+    a step takes beyond the bare model's, over a group in which nothing is sent.
+    """
+    _, alone = _time_steps(bare, x, effort)
+    with fake_group(0, HOST_WORLD):
+        _, sharded = _time_steps(wrap(copy.deepcopy(bare)), x, effort)
+    return sharded.above(alone, 3 * units)  # gathered for forward and for backward, reduced once
 
 
 def _time_steps(model: nn.Module, x: Tensor, effort: Effort) -> tuple[Sampled, Sampled]:
@@ -231,11 +270,11 @@ def _slowest_of_all(seconds: float) -> float:
     return float(slowest)
 
 
-def _time_together(kind: str, whole: Tensor, part: Tensor) -> float:
-    """Seconds of a collective from a common start until the last rank is done."""
+def _time_together(kind: str, whole: Tensor, part: Tensor, group: Any = None) -> float:
+    """Seconds of a collective from a common start of all ranks until the last one is done."""
     dist.barrier()
     began = time.perf_counter()
-    issue_collective(kind, whole, part).wait()
+    issue_collective(kind, whole, part, group).wait()
     return _slowest_of_all(time.perf_counter() - began)
 
 

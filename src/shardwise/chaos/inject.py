@@ -23,13 +23,14 @@ import torch.distributed as dist
 
 from shardwise import checkpoint
 from shardwise.chaos.faults import SAVING, Fault
-from shardwise.chaos.hosts import cut_cable, throttle_cable
 from shardwise.chaos.job import CUT
 from shardwise.checkpoint import storage
+from shardwise.hosts import cut_cable, throttle_cable
 from shardwise.watch import rank as watch
 
 # Longer than the watchers' patience with a rank that is stopped, or a host that is silent.
 SLOW_S = 4.0
+SLOW_LINK = "2mbit"
 PAUSE_S = 0.8
 SOON_S = 0.02
 MEETING_S = 10.0
@@ -393,7 +394,7 @@ WAYS: dict[str, Callable[[Injector], None]] = {
     "lock held": _hold_the_lock,
     "store": _drop_store,
     "link cut": lambda injector: cut_cable(),
-    "link slow": lambda injector: throttle_cable(),
+    "link slow": lambda injector: throttle_cable(SLOW_LINK),
     "taken port": _take_port,
     "disk full": _fail_with(errno.ENOSPC),
     "full disk": _fill,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.chaos.hosts import ADDRESSES, Hosts
+from shardwise.hosts import ADDRESSES, Hosts
 from shardwise.trainer import launch
 
 HANG_S = 30.0

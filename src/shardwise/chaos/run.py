@@ -22,10 +22,10 @@ from pathlib import Path
 
 from shardwise.chaos import program
 from shardwise.chaos.faults import BY_NAME, KINDS, SAVES, Fault, Kind
-from shardwise.chaos.hosts import Hosts, permitted
 from shardwise.chaos.job import become_supervisor, run_alone, run_ranks
 from shardwise.chaos.judge import Row, judge
 from shardwise.children import ChildFailed
+from shardwise.hosts import Hosts, refusal
 
 _NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE, MS_REC
 _DISK_BYTES = 2**20
@@ -154,8 +154,8 @@ def _memory() -> str | None:
 def usable_kinds() -> tuple[list[Kind], dict[str, str]]:
     """The classes that can be injected here, and why the others cannot."""
     left_out: dict[str, str] = {}
-    if not permitted():
-        left_out |= {kind.name: "needs network namespaces" for kind in KINDS if kind.hosts}
+    if why := refusal():
+        left_out |= {kind.name: f"needs two hosts: {why}" for kind in KINDS if kind.hosts}
     if not may_mount():
         left_out |= {kind.name: "needs a file system of its own" for kind in KINDS if kind.disk}
     return [kind for kind in KINDS if kind.name not in left_out], left_out

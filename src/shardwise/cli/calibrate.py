@@ -12,13 +12,15 @@ from typing import Any
 
 _HELP = """\
 Measures matrix products by shape and dtype, attention, memory bandwidth, the collectives of gloo
-ranks that it starts itself, and what the host takes to issue work. The file has the median of each
-figure with its interquartile range (`spread`) and its source, and is a cluster that
-`shardwise plan --cluster FILE.toml` reads. Run it while nothing else runs.
+ranks that it starts itself, and what the host takes to issue work. Under torchrun its ranks are
+used; on several hosts collectives are measured inside a host, between hosts, and over all ranks.
+The file has the median of each figure with its interquartile range (`spread`) and its source, and
+is a cluster that `shardwise plan --cluster FILE.toml` reads. Run it while nothing else runs.
 
 examples:
   shardwise calibrate --out mine.toml
   shardwise calibrate --ranks 4 --out four.toml
+  torchrun --nnodes 2 --nproc-per-node 2 ... -m shardwise.cli calibrate --device cpu --out two.toml
   shardwise calibrate --device cuda --links h100x8 --out node.toml
   shardwise calibrate --busy --out mine.toml        other work goes on beside it
   shardwise calibrate --quick --out trial.toml      every path in seconds; its figures mean little
@@ -40,9 +42,7 @@ def add_parser(subparsers: Any) -> None:
         "--device", choices=["auto", "cpu", "cuda"], default="auto",
         help="auto: cuda where there is one (default)",
     )  # fmt: skip
-    parser.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="CPU ranks to start (default: 2)"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="CPU ranks to start (default: 2)")
     parser.add_argument(
         "--links", default="h200x8", metavar="CLUSTER",
         help="with cuda: the cluster whose links to take (default: h200x8)",
@@ -60,12 +60,17 @@ def calibrate(arguments: argparse.Namespace) -> None:
     from shardwise.description.cluster import Cluster
     from shardwise.errors import UserError
     from shardwise.profiling.results import check_file
+    from shardwise.trainer.launch import joined
 
     out: Path = arguments.out
     if out.suffix != ".toml":
         raise UserError(f"--out {out}: a cluster file ends in .toml")
     check_file("--out", out)
-    if arguments.ranks < 1:
+    started = joined()
+    if started and arguments.ranks is not None:
+        raise UserError("--ranks: torchrun has started the ranks already; leave it out")
+    ranks = 2 if arguments.ranks is None else arguments.ranks
+    if ranks < 1:
         raise UserError(f"--ranks is {arguments.ranks}, expected at least 1")
     Cluster.load(arguments.links)  # an unknown name is told before anything is measured
 
@@ -80,18 +85,26 @@ def calibrate(arguments: argparse.Namespace) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this machine has no CUDA device; use --device cpu")
-    if not arguments.busy:
+    if device == "cuda" and started:
+        raise UserError(
+            "on a GPU one device is measured, without torchrun; for torchrun's gloo ranks give "
+            "--device cpu"
+        )
+    first = not started or os.environ["RANK"] == "0"
+    if first and not arguments.busy:
         _warn_if_busy()
     with _progress() as tell:
         calibrated = measure(
             arguments.name or out.stem,
             device=device,
-            ranks=arguments.ranks,
+            ranks=ranks,
             links=arguments.links,
             quick=arguments.quick,
             busy=arguments.busy,
             tell=tell,
         )
+    if not first:
+        return
     out.write_text(write_cluster(calibrated.cluster, calibrated.spreads), encoding="utf-8")
     print(summarize(Cluster.load(out), calibrated.spreads))
     print(f"wrote {out}")

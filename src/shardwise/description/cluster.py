@@ -129,6 +129,8 @@ class Device:
 class CollectivePoint:
     """A measured collective: seconds for `nbytes` (the whole buffer: what an all-gather gives, a
     reduce-scatter takes, an all-reduce changes) over `ranks` ranks, and their interquartile range.
+    Of those ranks, `inside` are neighbours in each group of the level below: 1 where a replica has
+    one rank on each host, 2 where a group is all ranks of hosts with two.
     """
 
     kind: str
@@ -136,6 +138,7 @@ class CollectivePoint:
     nbytes: Count
     seconds: float
     spread: NotNegative = 0.0
+    inside: Count = 1
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 # What a row of a table of measured points holds.
 COLUMNS = {
     MatmulPoint: "m, n, k, FLOP/s, spread",
-    CollectivePoint: "kind, ranks, bytes, seconds, spread",
+    CollectivePoint: "kind, ranks, bytes, seconds, spread, inside (1)",
 }
 
 
@@ -136,10 +136,11 @@ class _ClusterReader(Reader):
         return kind(value)
 
     def read_row(self, kind: Any, row: Any, path: str) -> Any:
-        hints = get_type_hints(kind).values()
-        if not isinstance(row, list) or len(row) != len(hints):
-            self.fail(f"a row of {path} has {len(hints)} entries, got {row}")
-        return kind(*(int(v) if t is int else v for v, t in zip(row, hints, strict=True)))
+        hints = list(get_type_hints(kind).values())
+        least = len(hints) - (kind is CollectivePoint)  # `inside` may be left out
+        if not isinstance(row, list) or not least <= len(row) <= len(hints):
+            self.fail(f"a row of {path} has the entries {COLUMNS[kind]}, got {row}")
+        return kind(*(int(v) if t is int else v for v, t in zip(row, hints, strict=False)))
 
 
 def write_cluster(cluster: Cluster, spreads: Mapping[str, float] | None = None) -> str:
@@ -197,7 +198,10 @@ class _ClusterWriter:
         yield f"points_source = {write_value(self.sources.get(name, 'not given'))}"
         yield f"points = [  # {COLUMNS[type(points[0])]}"
         for point in points:
-            yield f"    [{', '.join(_digits(item) for item in dataclasses.astuple(point))}],"
+            items = dataclasses.astuple(point)
+            if isinstance(point, CollectivePoint) and point.inside == 1:
+                items = items[:-1]
+            yield f"    [{', '.join(map(_digits, items))}],"
         yield "]"
 
 

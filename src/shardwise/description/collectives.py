@@ -73,10 +73,10 @@ def find_hops(cluster: Cluster, members: Members) -> tuple[Hop, ...]:
 def collective_time(cluster: Cluster, kind: str, nbytes: float, members: Members | int) -> float:
     """Seconds that `kind` takes from the arrival of the last member.
 
-    One rank: 0. A group inside the first level with measured points of this kind: interpolated
-    between them in the logarithms. Else a ring: the whole buffer's (n - 1) / n at the slowest
-    level's bandwidth, twice for an all-reduce, plus the protocol's start and its steps, by the
-    protocol that is quickest at this size.
+    One rank: 0. A group whose outermost level has measured points of this kind, of groups that lie
+    as this one does: interpolated between them in the logarithms. Else a ring: the whole buffer's
+    (n - 1) / n at the slowest level's bandwidth, twice for an all-reduce, plus the protocol's start
+    and its steps, by the protocol that is quickest at this size.
     """
     if kind not in COLLECTIVES:
         raise ValueError(f"collective {kind!r}, expected one of {COLLECTIVES}")
@@ -87,10 +87,10 @@ def collective_time(cluster: Cluster, kind: str, nbytes: float, members: Members
     if members.ranks == 1 or nbytes == 0:
         return 0.0
     hops = find_hops(cluster, members)
-    if len(hops) == 1:
-        points = [p for p in hops[0].level.points if p.kind == kind]
-        if points:
-            return _interpolate(points, nbytes, members.ranks)
+    last = hops[-1]
+    points = [p for p in last.level.points if (p.kind, p.inside) == (kind, last.members)]
+    if points:
+        return _interpolate(points, nbytes, members.ranks)
     names = [protocol.name for protocol in hops[-1].level.protocols]
     return min(_ring_time(hops, kind, nbytes, members.ranks, name) for name in names)
 

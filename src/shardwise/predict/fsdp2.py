@@ -3,12 +3,13 @@
 What differs from shardwise's engine: the copy-out of a gather and the copy-in of a reduce run on
 the compute stream; in forward nothing is gathered ahead by rule, but the host runs ahead of the
 device and a gather waits only for the copy-out before the last one; a reduce waits for the one
-before it.
+before it. On a host (gloo) it has no streams: every collective is waited for where it is called.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.planning.executor import PlannedUnit
 from shardwise.planning.rows import lay_out
@@ -108,7 +109,7 @@ class Fsdp2Step(Step):
         unit.staged = full
         own = unit.sizes.master + full // n
         cast = b.copy("copy-in", unit.name, "copy-in", own, before)
-        unit.arrives = b.collective("all_gather", unit.name, "shard", full, n, (cast,), full)
+        unit.arrives = self._send("all_gather", unit.name, "shard", full, n, (cast,), full)
 
     def _wait(self, unit: PlannedUnit) -> None:
         if unit.arrives < 0:
@@ -144,7 +145,7 @@ class Fsdp2Step(Step):
         b.hold("gradients", -unit.grads)
         unit.grads = 0
         self.last_slot = slot
-        done = self.last_scatter = b.collective(
+        done = self.last_scatter = self._send(
             "reduce_scatter", unit.name, "shard", slot, plan.shard, b.behind_compute(), rows
         )
         if not unit.summed:
@@ -153,11 +154,18 @@ class Fsdp2Step(Step):
         if plan.replicate > 1 and not reduces and unit.summed:
             done = b.copy("add", unit.name, "reduce", 3 * rows, (done,))
         if reduces:
-            done = b.collective("all_reduce", unit.name, "replicate", rows, plan.replicate, (done,))
+            done = self._send("all_reduce", unit.name, "replicate", rows, plan.replicate, (done,))
         if unit.summed and plan.sync != "scatter_each_reduce_last":
             done = b.copy("add", unit.name, "reduce", 3 * rows, (done,))
         unit.summed = True
         self.ends.append(done)
+
+    def _send(self, *collective: Any) -> int:
+        """A collective, as the builder takes it; a host stands still until it is over."""
+        done = self.b.collective(*collective)
+        if not self.costs.streams:
+            self.b.join(done)
+        return done
 
     def _rows(self, unit: PlannedUnit, unused: frozenset[str]) -> int:
         """One rank's part of a reduce: of the parameters that have a gradient, and nothing else."""

@@ -189,27 +189,29 @@ def seconds_between(start: Moment, end: Moment) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def issue_collective(kind: str, whole: torch.Tensor, part: torch.Tensor) -> Any:
-    """One collective of the default group, to be waited for; `part` is this rank's of `whole`."""
-    if kind == "all_gather":
-        return torch_private.all_gather(whole, part, None)
-    if kind == "reduce_scatter":
-        return torch_private.reduce_scatter(part, whole, None)
-    return dist.all_reduce(whole, async_op=True)
-
-
-def time_calls(kind: str, nbytes: int, count: int) -> list[float]:
-    """Seconds that the calls of a collective of `nbytes` take, over all ranks, before anything is
-    waited for; all ranks call it.
+def issue_collective(kind: str, whole: torch.Tensor, part: torch.Tensor, group: Any = None) -> Any:
+    """One collective of a group (None: of all ranks), to be waited for; `part` is this rank's of
+    `whole`.
     """
-    ranks = dist.get_world_size()
+    if kind == "all_gather":
+        return torch_private.all_gather(whole, part, group)
+    if kind == "reduce_scatter":
+        return torch_private.reduce_scatter(part, whole, group)
+    return dist.all_reduce(whole, group=group, async_op=True)
+
+
+def time_calls(kind: str, nbytes: int, count: int, group: Any = None) -> list[float]:
+    """Seconds that the calls of a collective of `nbytes` take, over a group (None: all ranks),
+    before anything is waited for; all ranks call it.
+    """
+    ranks = dist.get_world_size(group)
     whole = torch.ones(nbytes // 4)
     part = torch.ones(whole.numel() // ranks)
     samples = []
     for _ in range(count):
         dist.barrier()
         began = time.perf_counter()
-        handle = issue_collective(kind, whole, part)
+        handle = issue_collective(kind, whole, part, group)
         samples.append(time.perf_counter() - began)
         handle.wait()
     return samples

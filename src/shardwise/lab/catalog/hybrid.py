@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from shardwise.hosts import bytes_per_second
 from shardwise.lab.benchmark import ROWS, STEPS, Benchmark
-from shardwise.lab.options import count, flag, list_names
+from shardwise.lab.options import Option, count, flag, list_names, number
+
+
+def check_rate(flag: str, rate: str | None) -> str | None:
+    if rate is not None:
+        bytes_per_second(rate)
+    return rate
+
 
 HSDP = Benchmark(
     "hsdp",
@@ -14,6 +22,10 @@ HSDP = Benchmark(
         *ROWS,
         list_names("--sources", "source", ("gloo", "emulated", "predicted"), None,
                    "default: all; on a GPU: emulated,predicted"),
+        number("--hosts", 1, "1 or 2", lambda value: value in (1, 2),
+               "2: real ranks, two on each of two hosts (as root)"),
+        Option("--rate", {"metavar": "RATE", "help": "of the link between them; default: 200mbit"},
+               check_rate),
         list_names("--engines", "engine", ("shardwise", "torch")),
         list_names("--modes", "mode", ("hsdp", "delayed", "fsdp")),
         flag("--delay-all-reduce", "only hsdp with the all-reduce at the last micro-batch"),
@@ -42,6 +54,11 @@ sources:
              late as it would be; by CUDA events on a GPU
   predicted  the simulator, for the document's sizes and GPUs
 
+With --hosts 2 there is one source: torchrun on each of two hosts, which are network namespaces of
+this machine with a cable of RATE between them (root and iproute2). Replicas are across hosts,
+shards inside one. Beside each step stands its prediction: the links are calibrated by mesh axis,
+and micro-batches are timed alone, on all four ranks at once.
+
 shardwise runs by Plan.of("hsdp", (2, 2), sync=...), torch by fully_shard and its setters. A step
 is forward and backward of all micro-batches in fp32, without an optimizer, as in the document.
 On an H200 about 7 minutes, or 5 with --measured-steps 5.
@@ -50,6 +67,7 @@ examples:
   shardwise bench hsdp --json hsdp.json --plot hsdp.svg
   shardwise bench hsdp --accum-steps 4 --batch-size-ratio 3 --sources predicted
   shardwise bench hsdp --delay-all-reduce --engines torch
+  shardwise bench hsdp --hosts 2 --rate 200mbit --json hsdp-hosts.json
   shardwise bench hsdp --quick            every path in seconds; its figures mean nothing
 """,
     document="hsdp",

@@ -88,6 +88,10 @@ class HybridCase:
         return step
 
 
+def document_speedup(mode: str) -> float:
+    return DOCUMENT["hsdp"]["mean_ms"] / DOCUMENT[mode]["mean_ms"]
+
+
 def plan_of(mode: str) -> sw.Plan:
     """The defaults of a Plan but for the mode."""
     if mode == "fsdp":

@@ -13,10 +13,11 @@ import torch
 
 from shardwise.description.preset import load_preset
 from shardwise.errors import UserError
+from shardwise.hosts import refusal
 from shardwise.lab.charts import draw_bars
 from shardwise.lab.exercises.models import tell_device
-from shardwise.lab.hybrid import emulated, ranks
-from shardwise.lab.hybrid.case import DOCUMENT, RANKS, HybridCase
+from shardwise.lab.hybrid import emulated, link, ranks
+from shardwise.lab.hybrid.case import DOCUMENT, RANKS, HybridCase, document_speedup
 from shardwise.lab.hybrid.ffn import SEQUENCE
 from shardwise.lab.hybrid.predicted import predict
 from shardwise.lab.processes import ask_ranks
@@ -36,10 +37,15 @@ QUICK = Shape(64, 224, 2, 16)
 # Where nobody has a GPU. Ranks share the cores, so a rank that waits costs nothing there; what a
 # delayed all-reduce saves is messages, so micro-batches are small beside the parameters. Emulated,
 # the rank has a core to itself and waits for the other replica; there compute has to count.
-ON_CPU = {"gloo": Shape(128, 448, 8, 8), "emulated": Shape(256, 896, 4, 128)}
+ON_CPU = {
+    "gloo": Shape(128, 448, 8, 8), "hosts": Shape(128, 448, 8, 8),
+    "emulated": Shape(256, 896, 4, 128),
+}  # fmt: skip
 COMPARED = {
     "gloo": "real ranks that share this machine's cores, scaled down: what is gained is messages; "
     "of the document only the ratios can be compared",
+    "hosts": "2 hosts of 2 ranks on this machine's cores, with a real link between them: replicas "
+    "across it, shards inside a host; of the document only the ratios can be compared",
     "emulated": "one rank of 2 x 2 with h100x8's modelled network, the other replica as late as it "
     "would be; the document's GPUs were H100",
     "predicted": "the document's sizes on h100x8; measured are one H200's micro-batches alone",
@@ -48,16 +54,16 @@ COMPARED = {
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure source by source, write the JSON after each row, draw, print."""
-    modes = _modes(arguments)
+    modes, sources = _modes(arguments), _sources(arguments)
     tell_device()
     file = RowFile.of(arguments, steps=arguments.measured_steps, warmup=arguments.warmup_steps)
-    for source in arguments.sources or _default_sources():
+    for source in sources:
         case = _case(arguments, source)
         wanted = [
             (engine, mode)
             for engine in arguments.engines
             for mode in modes
-            if _key(source, case, engine, mode) not in file
+            if _key(source, arguments, case, engine, mode) not in file
         ]
         if not wanted:
             continue
@@ -65,9 +71,10 @@ def run(arguments: argparse.Namespace) -> None:
             break
         say(f"{source}: {_tell(case)}")
         for engine, mode, found in _measure(source, case, wanted, arguments):
-            row: Row = {"key": _key(source, case, engine, mode), "source": source}
+            key = _key(source, arguments, case, engine, mode)
+            row: Row = {"key": key, "source": source}
             row |= {"engine": engine, "mode": mode, **case.describe(), **found}
-            row["document"] = DOCUMENT[mode] | {"speedup": _document_speedup(mode)}
+            row["document"] = DOCUMENT[mode] | {"speedup": document_speedup(mode)}
             row["compared"] = COMPARED[source]
             file.add(row)
     for row in file.rows:
@@ -90,7 +97,19 @@ def _modes(arguments: argparse.Namespace) -> list[str]:
     return ["fsdp"] if arguments.fsdp_only else list(arguments.modes)
 
 
-def _default_sources() -> tuple[str, ...]:
+def _sources(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """As asked for, or all that this machine has."""
+    if arguments.hosts > 1:
+        if arguments.sources is not None:
+            raise UserError("--hosts 2 has real ranks on two hosts: leave out --sources")
+        if why := refusal():
+            raise UserError(f"--hosts 2 makes two hosts of network namespaces: {why}")
+        arguments.rate = arguments.rate or link.RATE
+        return ("hosts",)
+    if arguments.rate is not None:
+        raise UserError("--rate is of the link between two hosts: give --hosts 2 with it")
+    if arguments.sources is not None:
+        return tuple(arguments.sources)
     gpu = torch.cuda.is_available()
     return ("emulated", "predicted") if gpu else ("gloo", "emulated", "predicted")
 
@@ -116,8 +135,11 @@ def _case(arguments: argparse.Namespace, source: str) -> HybridCase:
     )  # fmt: skip
 
 
-def _key(source: str, case: HybridCase, engine: str, mode: str) -> str:
-    return f"{source}/{case.key}/{engine}/{mode}"
+def _key(
+    source: str, arguments: argparse.Namespace, case: HybridCase, engine: str, mode: str
+) -> str:
+    where = f"{source}/{arguments.rate}" if source == "hosts" else source
+    return f"{where}/{case.key}/{engine}/{mode}"
 
 
 def _measure(
@@ -138,15 +160,13 @@ def _measure(
         found = ask_ranks(ranks.measure, case, wanted, warmup, steps, world=RANKS)
         if "error" in found:
             raise UserError(found["error"])
+    elif source == "hosts":
+        found = link.measure(case, wanted, warmup, steps, arguments.rate, arguments.quick)
     else:
         # The first steps of the other roles have warmed it up.
         found = emulated.measure(case, wanted, min(warmup, 1), steps)
     for engine, mode in wanted:
         yield engine, mode, found[f"{engine}/{mode}"]
-
-
-def _document_speedup(mode: str) -> float:
-    return DOCUMENT["hsdp"]["mean_ms"] / DOCUMENT[mode]["mean_ms"]
 
 
 def _speedup(row: Row, rows: list[Row]) -> float | None:
@@ -173,19 +193,24 @@ def draw(rows: list[Row]) -> str:
     for row in rows:
         group = groups.setdefault(f"{row['source']}, {row['engine']}", {})
         group[row["mode"]] = row["speedup"]
-    groups["document, torch"] = {mode: _document_speedup(mode) for mode in DOCUMENT}
+    groups["document, torch"] = {mode: document_speedup(mode) for mode in DOCUMENT}
     return draw_bars("a step of hsdp over a step of each mode", groups, "x")
 
 
 def show(rows: list[Row], facts: dict[str, Any]) -> None:
-    """One table for all sources; the document's own rows last."""
+    """One table for all sources; the document's own rows last. Rows of a link have their own."""
     environment = facts["environment"]
+    for rate in dict.fromkeys(row["rate"] for row in rows if row["source"] == "hosts"):
+        link.show([row for row in rows if row.get("rate") == rate], environment)
+    rows = [row for row in rows if row["source"] != "hosts"]
+    if not rows:
+        return
     lines = []
     for row in rows:
         cells = [row["source"], row["engine"], row["mode"]]
         lines.append([*cells, *_figures(row, row["speedup"])])
     for mode, figures in DOCUMENT.items():
-        lines.append(["document", "torch", mode, *_figures(figures, _document_speedup(mode))])
+        lines.append(["document", "torch", mode, *_figures(figures, document_speedup(mode))])
     left = ("source", "engine", "mode")
     heads = (*left, "step ms", "tokens/s/rank", "x hsdp")
     print_table("hybrid sharding, a step of micro-batches", heads, lines, environment, left, 80)

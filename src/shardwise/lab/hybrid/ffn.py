@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shardwise.lab.processes import explain_failure
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.footprint import free_device
 from shardwise.profiling.results import Row, print_table
-from shardwise.profiling.timing import Side, Step, alternate, timer_on
+from shardwise.profiling.timing import Side, Step, Timer, alternate, timer_on
 
 SEQUENCE, MICRO_BATCHES, WARMUP = 4096, (1, 2), 5
 QUICK_SEQUENCE = 16
@@ -78,9 +79,18 @@ def measure(stack: Preset, sequence: int, steps: int) -> dict[int, Row]:
     }
 
 
-def time_micro_batches(stack: Preset, sequence: int, steps: int) -> dict[int, Side]:
-    """In fp32 without tf32, inputs drawn anew."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def time_micro_batches(
+    stack: Preset,
+    sequence: int,
+    steps: int,
+    sizes: Iterable[int] = MICRO_BATCHES,
+    device: str = "",
+    timer: Timer | None = None,
+) -> dict[int, Side]:
+    """In fp32 without tf32, inputs drawn anew; on a GPU where there is one, by the device's own
+    clock, or as given.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
         free_device()
     torch.manual_seed(0)
@@ -97,5 +107,6 @@ def time_micro_batches(stack: Preset, sequence: int, steps: int) -> dict[int, Si
 
         return step
 
-    taken = alternate({str(n): make(n) for n in MICRO_BATCHES}, steps, WARMUP, timer_on(device))
+    runs = {str(n): make(n) for n in sizes}
+    taken = alternate(runs, steps, WARMUP, timer or timer_on(device))
     return {int(name): Side.of(samples, 0) for name, samples in taken.items()}

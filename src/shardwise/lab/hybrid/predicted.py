@@ -1,19 +1,22 @@
-"""The document's steps on its four GPUs, as the simulator says them, before anything runs."""
+"""A step of the stack as the simulator says it, before anything runs: the document's on its four
+GPUs, or any on a cluster that was calibrated.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import shardwise as sw
 from shardwise.description.cluster import Cluster
-from shardwise.description.model import ModelDescription
-from shardwise.description.preset import load_preset
+from shardwise.description.preset import Preset, load_preset
 from shardwise.description.workload import Workload
 from shardwise.lab.hybrid.case import plan_of
 from shardwise.lab.hybrid.ffn import SEQUENCE
 from shardwise.predict.cost import Costs
-from shardwise.predict.describe import describe_preset
+from shardwise.predict.describe import TracedModel
 from shardwise.predict.step import StepOptions
 from shardwise.timeline import Timeline
 
@@ -30,27 +33,45 @@ def predict(
     synced: bool = False,
     **settings: Any,
 ) -> Timeline:
-    """A step of the stack on a 2 x 2 mesh (or 4 ranks in one shard group) of H100."""
+    """The document's step on a 2 x 2 mesh (or 4 ranks in one shard group) of H100."""
     plan = dataclasses.replace(plan_of(mode), **settings)
     workload = Workload.alternating(SEQUENCE, ratio, accumulate)
     if synced:
         workload = dataclasses.replace(workload, sizes=((1, ratio),))
-    cluster = Cluster.load(CLUSTER)
-    costs, base = Costs.of(cluster), Costs.of(cluster)
-    described: dict[int, ModelDescription] = {}
-    measured = []
-    for size in sorted({1, ratio}):
-        one = described[size] = describe_preset("ffn8", workload, plan, sequences=size)
+    costs = Costs.of(Cluster.load(CLUSTER))
+    return predict_step(load_preset("ffn8"), plan, workload, costs, micro_batch_seconds, engine)
+
+
+def predict_step(
+    stack: Preset,
+    plan: sw.Plan,
+    workload: Workload,
+    costs: Costs,
+    seconds_of: Callable[[int], float],
+    engine: str,
+) -> Timeline:
+    """A step whose micro-batches take what was measured of them, all their kernels in proportion.
+    `costs` are of the cluster, and are told so.
+    """
+    base, traced = Costs.of(costs.cluster), _traced(stack, workload.sequence)
+    described, measured = {}, []
+    for size in sorted({size for row in workload.sizes or () for size in row}):
+        alone = dataclasses.replace(workload, micro_batch=size, sizes=None)
+        resolved, one = traced.at(plan, alone)
+        described[size] = one
         passes = [p for _, s in one.segments for p in (s.forward, s.backward)]
-        scale = micro_batch_seconds(size) / sum(base.compute(p) for p in passes)
+        scale = seconds_of(size) / sum(base.compute(p) for p in passes)
         measured += [(p, base.compute(p) * scale) for p in passes]
     costs.set_passes(measured)
-    resolved = plan.resolve(load_preset("ffn8").build(workload.sequence))
-    assert len(described[1].units) == len(resolved.require_units())
-    options = StepOptions(optimizer=False)
     return sw.simulate(
-        resolved, described, cluster, workload, costs=costs, engine=engine, options=options
-    )
+        resolved, described, costs.cluster, workload, costs=costs, engine=engine,
+        options=StepOptions(optimizer=False),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def _traced(stack: Preset, sequence: int) -> TracedModel:
+    return TracedModel(stack.build(sequence), stack.name, stack.inputs)
 
 
 def micro_batch_seconds(size: int) -> float:

@@ -27,6 +27,19 @@ def measure(
     case: HybridCase, candidates: list[tuple[str, str]], warmup: int, steps: int
 ) -> dict[str, Any]:
     """Figures by engine and mode, once all gradients agree; on every rank of a group."""
+    found = time_steps(case, candidates, warmup, steps)
+    if "error" in found:
+        return found
+    parity = {"parity": found["parity"]}
+    return {key: summarize(ms, case.tokens) | parity for key, ms in found["steps_ms"].items()}
+
+
+def time_steps(
+    case: HybridCase, candidates: list[tuple[str, str]], warmup: int, steps: int
+) -> dict[str, Any]:
+    """Milliseconds of every step by engine and mode, and how far gradients differ; in words, and
+    nothing timed, where they differ too much.
+    """
     models: dict[str, nn.Module] = {}
     runs: dict[str, Step] = {}
     meshes = {
@@ -46,10 +59,8 @@ def measure(
     )
     torch.manual_seed(dist.get_rank())
     taken = alternate(runs, steps, warmup, time_on_ranks)
-    return {
-        key: summarize([sample.step_ms for sample in samples], case.tokens) | {"parity": parity}
-        for key, samples in taken.items()
-    }
+    steps_ms = {key: [sample.step_ms for sample in samples] for key, samples in taken.items()}
+    return {"parity": parity, "steps_ms": steps_ms}
 
 
 def _build(case: HybridCase, engine: str, plan: sw.Plan, mesh: Any) -> nn.Module:
