@@ -19,7 +19,7 @@ WORTH = 0.003  # a setting that saves less than this share of the step is left a
 
 
 def title_of(plan: Plan, workload: Workload) -> str:
-    work = f"{workload.split} sequences"
+    work = f"{workload.split} {workload.of}"
     again = ", recomputing" if workload.checkpoint != "none" else ""
     return f"{plan.title} on {plan.replicate}x{plan.shard}, {work}{again}"
 
@@ -57,6 +57,11 @@ class Candidate:
         return (self.limit_bytes - self.peak_bytes) / GB
 
     @property
+    def rate_unit(self) -> str:
+        """Of `tokens_per_s`: a sample without tokens counts as one."""
+        return "tokens/s" if self.workload.of == "sequences" else "samples/s"
+
+    @property
     def title(self) -> str:
         return title_of(self.plan, self.workload)
 
@@ -82,7 +87,8 @@ class Candidate:
         """In sentences: time, memory, and where the step goes."""
         settings = self.show_settings()
         return (
-            f"{self.title}: {self.step_ms:.1f} ms a step ({self.tokens_per_s:,.0f} tokens/s), "
+            f"{self.title}: {self.step_ms:.1f} ms a step ({self.tokens_per_s:,.0f} "
+            f"{self.rate_unit}), "
             f"peak {self.peak_bytes / GB:.1f} GB, {self.spare_gb:.1f} GB to spare; {settings}.\n"
             f"  {self.breakdown}"
         )
@@ -105,6 +111,7 @@ class Ranking(Sequence[Candidate]):
     rejected: tuple[Rejected, ...]
     limit_bytes: float
     tried: int
+    notes: tuple[str, ...] = ()  # on how the model was traced, and what could not be tried
 
     def __len__(self) -> int:
         return len(self.candidates)
@@ -146,6 +153,7 @@ class Ranking(Sequence[Candidate]):
             f"{r.strategy} does not fit: at least {r.peak_bytes / GB:.1f} GB ({r.title})."
             for r in dropped.values()
         ]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
