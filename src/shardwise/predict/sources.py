@@ -80,6 +80,8 @@ def as_example(inputs: Any, model: nn.Module | ModelDescription | str) -> Exampl
     """Example inputs as users give them; text is of tensors, or names a function."""
     if inputs is None or isinstance(inputs, Example):
         return inputs
+    if isinstance(model, str) and not is_foreign(model):
+        raise UserError(f"{model} is a preset, which has inputs of its own: leave --inputs out")
     if not isinstance(inputs, str):
         return Example(inputs)
     if "[" not in inputs:

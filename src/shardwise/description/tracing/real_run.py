@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _SHARE = 0.5  # of the free memory that parameters and gradients may take: activ
 _OURS = tuple(
     str(Path(place).resolve()) for place in (torch.__path__[0], Path(__file__).parents[2])
 )
+_PYTHON = Path(sysconfig.get_paths()["stdlib"]).resolve()
 
 
 def copy_with_values(
@@ -100,10 +102,13 @@ def tell(error: BaseException) -> str:
     """An error of somebody's code in one line: its kind, its first words, and where it arose."""
     words = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {words[0][:120]}" if words else type(error).__name__
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not str(Path(frame.filename).resolve()).startswith(_OURS)
-        and Path(frame.filename).exists()
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_foreign(f.filename)]
     return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
+
+
+def _is_foreign(file: str) -> bool:
+    """Neither torch's, nor Python's, nor ours."""
+    path = Path(file).resolve()
+    packaged = "site-packages" in path.parts
+    known = str(path).startswith(_OURS) or (not packaged and path.is_relative_to(_PYTHON))
+    return path.exists() and not known

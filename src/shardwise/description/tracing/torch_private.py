@@ -81,6 +81,22 @@ def uncompiled() -> Iterator[None]:
             setattr(flex, check, known)
 
 
+@contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Transformers looks at the positions' values for several sequences packed into one, before
+    every mask. Without it none of its models could be traced on the meta device.
+    """
+    masks, look = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    known = getattr(masks, look, None)
+    if known is not None:
+        setattr(masks, look, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if known is not None:
+            setattr(masks, look, known)
+
+
 # Measuring: of the rooms above
 
 # Whether torch's profiler runs; a process has only one. Without it a second start fails somewhere

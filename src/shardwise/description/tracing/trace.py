@@ -51,6 +51,7 @@ from shardwise.description.tracing.torch_private import (
     run_backward,
     storage_id,
     uncompiled,
+    whole_sequences,
 )
 from shardwise.errors import UserError
 
@@ -212,7 +213,7 @@ def _trace(
     kernels = DeviceKernels(setting.device, setting.autocast, recorder.note_kernel)
     hook(copied, recorder, setting.casts, setting.dtype, setting.checkpoint, setting.reentrant)
     args, kwargs = given
-    with uncompiled(), recorder.recording(), kernels.active():
+    with uncompiled(), whole_sequences(), recorder.recording(), kernels.active():
         with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
             if setting.loss is not None:
                 scalar = _check_loss(setting.loss(copied, *args, **kwargs))
