@@ -26,10 +26,10 @@ from shardwise.profiling.results import Row
 from shardwise.timeline import Timeline
 
 FFN_NOTE = (
-    "The delayed all-reduce: what goes in is one GPU's time of a micro-batch of 1 and of 2 sequences, "
-    f"{MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 (`shardwise "
-    "bench ffn`, `ffn-h200.json`); the document's steps ran on H100s. Other days gave 659.6 to 665 "
-    "and 1,317 to 1,323 ms, so the claim is 1 to 2 %, not these rows' tenths."
+    "The delayed all-reduce: what goes in is one GPU's time of a micro-batch of 1 and of 2 "
+    f"sequences, {MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 "
+    "(`shardwise bench ffn`, `ffn-h200.json`); the document's steps ran on H100s. Other days gave "
+    "659.6 to 665 and 1,317 to 1,323 ms, so the claim is 1 to 2 %, not these rows' tenths."
 )
 FFN_MODES = {"hsdp, delayed": "delayed", "hsdp": "hsdp", "fsdp": "fsdp"}
 
