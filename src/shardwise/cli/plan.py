@@ -268,7 +268,7 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
         work, again = best.workload, "" if best.workload.checkpoint == "none" else ", recomputing"
         print(f"\n{path} written, for {work.split} {work.of} on a rank{again}. It runs with:")
         print(f"  model = sw.shard(model, sw.Plan.from_json(Path({str(path)!r}).read_text()))")
-        print("(`shardwise train` has language models of its own only.)")
+        print("(`shardwise train` has language models only, of its own.)")
         return
     settings = [
         f"model.size={question.model}",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.description.example import Call
+from shardwise.description.example import Call, loss_of_output
 from shardwise.description.foreign import inputs_of_config
 from shardwise.description.model import ModelDescription
 from shardwise.description.preset import load_preset
@@ -214,7 +214,9 @@ class TracedModel:
 def traced_preset(name: str, context: int, device: str = "cuda") -> TracedModel:
     """A preset model for sequences of up to `context` tokens."""
     preset = load_preset(name)
-    return TracedModel(preset.build(context), name, preset.inputs, device=device)
+    # A language model gives its loss; the stack of the benchmarks is summed.
+    loss = None if preset.kind == "lm" else loss_of_output(lambda output: output.sum())
+    return TracedModel(preset.build(context), name, preset.inputs, loss=loss, device=device)
 
 
 def describe_preset(
