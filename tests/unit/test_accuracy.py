@@ -260,7 +260,7 @@ def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
     measured = {"torch": "2.11", "commit": "c0ffee", "cpu": "x", "gpu": "G1"}
     held = {"environment": measured, "command": "earlier", "rows": rows, "sweep": sweep}
     path.write_text(json.dumps(held))
-    arguments = ["bench", "accuracy", "--cases", "seeds", "--json", str(path)]
+    arguments = ["bench", "accuracy", "--cases", "reported", "--json", str(path)]
     arguments += ["--docs", str(page)]
     assert main(arguments) == 0
     said = capsys.readouterr().out
@@ -270,7 +270,7 @@ def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:
     assert "| capped buckets | v | 7.0 ms | not stated | order |" in text
     assert "order" in text and "accuracy.svg" in text and "| 1 | 1.000 |" in text
     # Nothing was measured anew, so the page tells of the run that did.
-    assert "Seeds (simulated) and One GPU: G1, torch 2.11, commit c0ffee." in text
+    assert "Reported by others (simulated) and One GPU: G1, torch 2.11, commit c0ffee." in text
     assert (tmp_path / "accuracy.svg").read_text() == draw_plot(rows)
     assert "&lt;a&gt;" in draw_plot(rows)
     write_page(page, {"rows": [], "environment": {"torch": "t", "commit": "c", "cpu": "x"}})

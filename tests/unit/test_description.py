@@ -358,7 +358,7 @@ class Reader(nn.Module):
 
 def test_what_cannot_be_described_says_why() -> None:
     with pytest.raises(UserError, match=r"Reader cannot be described on the meta device.*item"):
-        describe(Reader(), torch.randn(2, 4))
+        describe(Reader(), torch.randn(2, 4), trace_on="meta")
     with pytest.raises(UserError, match=r"no embedding.*example inputs"):
         describe(Reader(), WORK)
     with pytest.raises(ValueError, match="checkpoint is 'full', expected one of"):

@@ -4,13 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.cli import main
+from shardwise.description.language_model import LM
 from shardwise.reporting.run import read_run
 from shardwise.trainer.config import OptimConfig, TrainConfig
-from shardwise.trainer.loop import lr_at
+from shardwise.trainer.group import Member
+from shardwise.trainer.loop import build_model, draw_weights, lr_at
+from tests.ranks import Ranks
 
 SMALL = ["model.layers=2", "model.d_model=64", "model.heads=2", "data.batch=4", "data.seq=64"]
 
@@ -64,6 +70,7 @@ def test_the_files_describe_the_run(finished):
     assert (facts["world"], facts["device"], facts["backend"]) == (2, "cpu", "gloo")
     assert facts["plan_explanation"]
     assert "step 12/12  loss " in shown
+    assert shown.endswith(f"Next:\n  shardwise report {out}\n")
     assert "\x1b" not in shown
 
 
@@ -143,3 +150,48 @@ def test_a_wrong_plan_file_leaves_the_older_run_alone(tmp_path, capsys, monkeypa
         assert main(["train", "--plan", str(plan), "--out", str(out), "--overwrite"]) == 2
         assert told in capsys.readouterr().err
         assert (out / "metrics.jsonl").read_text() == "kept" and mine.exists()
+
+
+def _weights(strategy, world, tied):
+    """A model's first values, whole, as ranks draw them under a plan; few elements in a block."""
+    with mock.patch("shardwise.trainer.loop._BLOCK", 100):
+        return _draw(strategy, world, tied)
+
+
+def _draw(strategy, world, tied):
+    size = {"layers": 2, "d_model": 24, "heads": 2, "d_ff": 40, "vocab": 50, "tied": tied}
+    config = TrainConfig.from_dict({"model": size, "data": {"seq": 8}, "run": {"seed": 3}})
+    model = build_model(config, Member(0, world, torch.device("cpu"), "gloo"))
+    assert all(p.is_meta for p in model.parameters())
+    spreads = model.spreads()
+    sharded = sw.shard(model, sw.Plan.of(strategy, world))
+    draw_weights(sharded, spreads, config.run.seed)
+    tokens = torch.arange(8)[None]
+    loss = sharded(tokens, tokens)
+    loss.backward()
+    return sw.full_state_dict(sharded), loss.item()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_weights_are_the_same_under_every_plan(two: Ranks, no_group, tied) -> None:
+    alone, loss = _weights("zero3", 1, tied)
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        for whole, again in two.run(_weights, strategy, 2, tied):
+            assert again == pytest.approx(loss, rel=1e-6)
+            assert whole.keys() == alone.keys()
+            assert all(torch.equal(whole[name], value) for name, value in alone.items())
+    assert not torch.equal(alone["layers.0.attention.q.weight"][:8],
+                           alone["layers.1.attention.q.weight"][:8])  # fmt: skip
+
+
+def test_the_trainer_draws_as_the_model_does() -> None:
+    size = TrainConfig.from_dict({"model": {"layers": 3, "tied": False}}).model.resolve()
+    model = LM(size, 8)
+    spreads = model.spreads()
+    assert spreads.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        spread = spreads[name]
+        if spread is None:
+            assert (parameter == 1).all()
+        else:
+            assert parameter.std().item() == pytest.approx(spread, rel=0.05), name

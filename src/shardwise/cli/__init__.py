@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardwise import processor
+from shardwise import __version__, processor
 from shardwise.children import STOPPED, ChildFailed, Stopped, supervise
 from shardwise.errors import UserError
 
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         "  shardwise COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(name).add_parser(subparsers)

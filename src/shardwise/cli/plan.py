@@ -6,14 +6,17 @@ import argparse
 import dataclasses
 import importlib
 import math
+import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from shardwise.checked import Bound, check_bounds
-from shardwise.description.workload import MICRO_BATCHES_HELP, Workload, parse_micro_batches
+from shardwise.cli.question import Question
+from shardwise.description.foreign import is_foreign
+from shardwise.description.workload import MICRO_BATCHES_HELP
 from shardwise.errors import UserError, nearest
-from shardwise.profiling.results import check_file, open_console, print_table
+from shardwise.profiling.results import check_file
 
 if TYPE_CHECKING:
     from shardwise.predict.ranking import Candidate, Ranking
@@ -24,6 +27,19 @@ travel together, and what is kept, gathered ahead and reduced when. This command
 strategies, meshes, micro-batch sizes and settings, drops what does not fit in memory, simulates one
 step of the rest on all ranks, and ranks them by step time.
 
+--model is a name from the list, or a model of your own, which needs no weights and no GPU:
+  my_file.py:build        a function (or a class) that gives an nn.Module; it is called on the meta
+  package.module:build    device, and on the host if it cannot be there
+  hf:config.json          a config of Transformers, or a model type with its defaults: hf:gpt2
+--inputs are its example inputs: a function that returns them (of the number of samples, if it takes
+an argument), or tensors as text, whose names are forward's: "tokens:int64[4,1024]",
+"image:float32[8,3,224,224],label:int64[8]". Dim 0 is the samples. Models over token ids, and those
+of Transformers, need none: --tokens and --sequence say it.
+--loss is a function of the output, or of the output and the inputs. Without one it is the output's
+`loss`, the output if that is one number, else the mean of its float tensors.
+A model that reads values (.item(), a branch on a tensor, nonzero as in a mixture of experts, numpy)
+is traced while one micro-batch of it runs, on a GPU if there is one, if it fits: --trace-on.
+
 reading the table:
   step      predicted milliseconds of one optimizer step; the fastest plan is first
   peak      the most memory of a rank, in 1e9 bytes, and what is to spare
@@ -33,7 +49,7 @@ reading the table:
 
 --what-if KEY=VALUE asks the same question of a changed world, and shows both answers; the plan that
 is written is the first one's. Keys:
-  sequence=8192  world=64  tokens=4194304     the work and the ranks
+  sequence=8192  world=64  tokens=4194304     the work and the ranks (or samples=512)
   model=llama8b  cluster=h200x8               another model, other machines
   compute_dtype=float32  reduce_dtype=...     the precision
   budget_gb=40                                the memory a rank may use
@@ -51,6 +67,8 @@ examples:
   shardwise plan --model llama8b --cluster h200x8 --tokens 65536 --budget-gb 60 --out plan.json
   shardwise plan --model tiny --cluster cpu-gloo --world 2 --tokens 2048 --sequence 128
   shardwise plan --model llama8b --world 16 --sequence 4096 --micro-batches 1,4/4,1
+  shardwise plan --model unet.py:build --inputs "x:float32[16,3,256,256]" --samples 128
+  shardwise plan --model hf:mixtral --tokens 131072 --sequence 4096 --world 64
 The output ends with the command that trains under the plan.
 """
 
@@ -66,10 +84,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--model",
-        metavar="NAME",
+        metavar="NAME|FILE.py:FUNCTION|hf:CONFIG",
         help="tiny, small, medium, large, xl, 2.7b, llama1b, llama8b, llama70b, llama405b, xxl, "
-        "ffn8",
+        "ffn8; or your own, see below",
     )
+    parser.add_argument(
+        "--inputs", metavar="TENSORS|FUNCTION", help="example inputs of your own model"
+    )
+    parser.add_argument("--loss", metavar="FUNCTION", help="of its output, or output and inputs")
     parser.add_argument(
         "--cluster",
         default="h100x8",
@@ -79,7 +101,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: one node")
     parser.add_argument("--tokens", type=int, metavar="N", help="of one step, all ranks together")
-    parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="default: 2048")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="instead of tokens; default with --inputs: that many on every rank",
+    )
+    parser.add_argument("--sequence", type=int, metavar="N", help="default: 2048")
     parser.add_argument(
         "--micro-batches",
         metavar="N|A,B[/C,D]",
@@ -109,176 +137,14 @@ def add_parser(subparsers: Any) -> None:
         metavar="KEY=VALUE",
         help="ask again of a changed world, see below; may be repeated",
     )
+    parser.add_argument(
+        "--trace-on",
+        choices=("auto", "meta", "cpu", "cuda"),
+        default="auto",
+        help="where the model is traced; auto: on the meta device, for real if it reads values",
+    )
     parser.add_argument("--exercise", metavar="NAME", help="a worked example; `list` names them")
     parser.set_defaults(command=plan)
-
-
-Count = Annotated[int, Bound("a whole number of at least 1", lambda n: n >= 1)]
-Gigabytes = Annotated[float, Bound("a number above 0, in 1e9 bytes", lambda n: 0 < n < math.inf)]
-_CONTENTION = "the share of compute that communication takes: at least 0 and below 1"
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """What is planned."""
-
-    model: str
-    cluster: str
-    world: Count | None
-    tokens: Count | None
-    sequence: Count
-    compute_dtype: str | None
-    reduce_dtype: str | None
-    budget_gb: Gigabytes | None
-    memory_gb: Gigabytes | None = None
-    contention: Annotated[float | None, Bound(_CONTENTION, lambda n: 0 <= n < 1)] = None
-    links: tuple[tuple[str, str], ...] = ()
-    strategies: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-    micro_batches: str | None = None
-
-    def __post_init__(self) -> None:
-        from shardwise.planning.plan import DTYPES
-
-        check_bounds(self, error=UserError)
-        for name in ("compute_dtype", "reduce_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in DTYPES:
-                raise UserError(f"--{name.replace('_', '-')} {value!r}{nearest(value, DTYPES)}")
-
-    def changed(self, assignments: list[str]) -> Question:
-        """The question with every KEY=VALUE applied; unknown keys are links' names."""
-        values: dict[str, Any] = {}
-        links = list(self.links)
-        kinds = _types_by_key()
-        for text in assignments:
-            key, equals, value = text.partition("=")
-            key = "sequence" if key == "seq" else key
-            if not (key and equals and value):
-                raise UserError(f"--what-if {text}: expected KEY=VALUE, such as sequence=8192")
-            if key not in kinds:
-                links.append((key, value))
-                continue
-            try:
-                values[key] = kinds[key](value)
-            except ValueError as error:
-                kind = "a whole number" if kinds[key] is int else "a number"
-                raise UserError(
-                    f"--what-if {text}: expected {kind}; several changes are given as "
-                    f"--what-if {key}=... --what-if ..."
-                ) from error
-        try:
-            return dataclasses.replace(self, links=tuple(links), **values)
-        except UserError as error:
-            raise UserError(f"--what-if {', '.join(assignments)}: {error}") from error
-
-    def load_cluster(self) -> Any:
-        from shardwise.description.cluster import Cluster
-
-        cluster = Cluster.load(self.cluster)
-        for name, value in self.links:
-            names = [level.name for level in cluster.levels]
-            if name not in names:
-                valid = (*names, *_types_by_key())
-                raise UserError(f"--what-if: unknown key {name!r}{nearest(name, valid)}")
-            levels = tuple(
-                _with_bandwidth(level, value) if level.name == name else level
-                for level in cluster.levels
-            )
-            cluster = dataclasses.replace(cluster, levels=levels)
-        if self.memory_gb is not None:
-            device = dataclasses.replace(cluster.device, memory_bytes=self.memory_gb * 1e9)
-            cluster = dataclasses.replace(cluster, device=device)
-        if self.contention is not None:
-            cluster = dataclasses.replace(cluster, communication_share_of_compute=self.contention)
-        return cluster
-
-    def check(self) -> tuple[Any, int, Workload]:
-        """The cluster, the ranks and the work of one: wrong input is told before a search."""
-        from shardwise.description.preset import load_preset
-
-        load_preset(self.model)
-        cluster = self.load_cluster()
-        world = self.world or cluster.ranks_per_node or 1
-        return cluster, world, self._work_on(world)
-
-    def _work_on(self, world: int) -> Workload:
-        """Of a rank; its split into micro-batches is free unless they are given."""
-        text = self.micro_batches
-        if text is not None and not text.strip().isdigit():
-            sizes = parse_micro_batches(text)
-            if world % len(sizes):
-                raise UserError(
-                    f"--micro-batches {text} is for {len(sizes)} kinds of replicas, which do not "
-                    f"divide {world} ranks"
-                )
-            sequences = sum(map(sum, sizes)) * world // len(sizes)
-            if self.tokens not in (None, sequences * self.sequence):
-                raise UserError(
-                    f"--micro-batches {text} are {sequences * self.sequence} tokens a step on "
-                    f"{world} ranks, and --tokens is {self.tokens}: leave --tokens out"
-                )
-            return Workload.uneven(self.sequence, sizes)
-        if self.tokens is None:
-            raise UserError("--tokens is needed, as in: --model xl --tokens 131072")
-        per_rank = self._sequences_of_a_rank(self.tokens, world)
-        if text is None:
-            return Workload(self.sequence, per_rank)
-        batch, rest = divmod(per_rank, int(text))
-        if rest or not batch:
-            raise UserError(
-                f"--micro-batches {text} do not divide the {per_rank} sequences of a rank"
-            )
-        return Workload.uneven(self.sequence, parse_micro_batches(text, batch))
-
-    def _sequences_of_a_rank(self, tokens: int, world: int) -> int:
-        least = world * self.sequence
-        per_rank, rest = divmod(tokens, least)
-        if rest or per_rank < 1:
-            raise UserError(
-                f"{tokens} tokens a step do not divide into sequences of {self.sequence} on "
-                f"{world} ranks: give --tokens as a multiple of {least}, such as "
-                f"{max(1, round(tokens / least)) * least}"
-            )
-        return per_rank
-
-    def answer(self) -> Ranking:
-        from shardwise.predict.search import search
-
-        cluster, world, workload = self.check()
-        try:
-            return search(
-                self.model,
-                cluster,
-                workload,
-                self.budget_gb,
-                world=world,
-                compute_dtype=self.compute_dtype,
-                reduce_dtype=self.reduce_dtype,
-                strategies=self.strategies,
-            )
-        except ValueError as error:
-            raise UserError(f"{self.model} on {self.cluster}: {error}") from error
-
-
-def _types_by_key() -> dict[str, Any]:
-    """What --what-if can change beside the links: int, float or str, each by its key."""
-    hints = get_type_hints(Question)
-    del hints["links"], hints["strategies"]
-    return {name: (*get_args(hint), hint)[0] for name, hint in hints.items()}
-
-
-def _with_bandwidth(level: Any, value: str) -> Any:
-    """A link with another bandwidth, and without the points that were measured at the old one."""
-    try:
-        bandwidth = (
-            level.bandwidth_bytes_per_s * float(value[1:]) if value[0] == "x" else float(value)
-        )
-        return dataclasses.replace(level, bandwidth_bytes_per_s=bandwidth, points=())
-    except ValueError as error:
-        raise UserError(
-            f"--what-if {level.name}={value}: expected bytes/s, such as 100e9, or a factor, such "
-            f"as x2 ({error})"
-        ) from error
 
 
 def plan(arguments: argparse.Namespace) -> None:
@@ -322,37 +188,74 @@ def _question(arguments: argparse.Namespace) -> Question:
         for name in strategies:
             if name not in NAMES:
                 raise UserError(f"unknown strategy {name!r}{nearest(name, NAMES)}")
-    asked = ("model", "cluster", "world", "tokens", "sequence", "compute_dtype", "reduce_dtype")
-    given = {name: getattr(arguments, name) for name in (*asked, "budget_gb", "micro_batches")}
+    asked = (
+        "model", "cluster", "world", "tokens", "sequence", "compute_dtype", "reduce_dtype",
+        "budget_gb", "micro_batches", "samples", "inputs", "loss", "trace_on",
+    )  # fmt: skip
+    given = {name: getattr(arguments, name) for name in asked}
     return Question(**given, strategies=strategies)
 
 
-_WIDTH = 150  # of the table in a pipe
+# A line for each plan; those of `_DETAILS` are in a second one, under it.
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "plan": lambda c: c.plan.title,
     "mesh": lambda c: "x".join(map(str, c.plan.mesh)),
-    "micro-batches": lambda c: c.workload.split,
-    "recompute": lambda c: "no" if c.workload.checkpoint == "none" else "yes",
-    "settings": lambda c: c.show_settings(),
+    "batches": lambda c: c.workload.split,
     "step ms": lambda c: f"{c.step_ms:.1f}",
     "tokens/s": lambda c: f"{c.tokens_per_s:,.0f}",
-    "peak GB": lambda c: f"{c.peak_bytes / 1e9:.1f}",
+    "peak GB": lambda c: c.peak_gb,
     "spare": lambda c: f"{c.spare_gb:.1f}",
-    "exposed": lambda c: f"{c.exposed_ms:.1f}",
-    "contention": lambda c: f"{c.breakdown.contention / 1e6:.1f}",
-    "host": lambda c: f"{c.breakdown.host_idle / 1e6:.1f}",
 }
+_LEFT = ("plan", "mesh", "batches")
+
+
+def _details(candidate: Candidate) -> str:
+    again = "" if candidate.workload.checkpoint == "none" else "recompute, "
+    parts = candidate.breakdown
+    lost = f"exposed {candidate.exposed_ms:.1f}, contention {parts.contention / 1e6:.1f}, "
+    return f"{again}{candidate.show_settings()}; {lost}host {parts.host_idle / 1e6:.1f} ms"
+
+
+def lay_table(ranking: Ranking, top: int, width: int) -> list[str]:
+    """The first plans, with all of their settings, in lines of `width`."""
+    shown = ranking[:top]
+    heads = list(_COLUMNS)
+    heads[heads.index("tokens/s")] = shown[0].rate_unit
+    rows = [heads, *[[show(candidate) for show in _COLUMNS.values()] for candidate in shown]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [
+            f"{cell:<{w}}" if name in _LEFT else f"{cell:>{w}}"
+            for cell, w, name in zip(row, widths, _COLUMNS, strict=True)
+        ]
+        lines.append(f"{number or '':>2} " + "  ".join(cells).rstrip())
+        if number:
+            lines += wrap(_details(shown[number - 1]), width, "     ")
+    return lines
+
+
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """In lines of `width`, all but the first of them two columns further in."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
-    console, heads = open_console(_WIDTH), list(_COLUMNS)
+    width = max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
     if len(ranking):
-        lines = [[show(candidate) for show in _COLUMNS.values()] for candidate in ranking[:top]]
-        title = f"{question.model} on {question.cluster}, {title}"
-        print_table(title, heads, lines, {}, heads[:5], _WIDTH)
-    console.print(ranking.explain(), highlight=False)
+        print(f"{question.model} on {question.cluster}, {title}\n")
+        print("\n".join(lay_table(ranking, top, width)) + "\n")
+    for line in ranking.explain().splitlines():
+        print("\n".join(wrap(line, width)))
     if len(ranking):
-        console.print(str(ranking[0].breakdown), highlight=False)
+        print("\n".join(wrap(str(ranking[0].breakdown), width)))
 
 
 def _write(path: Path, question: Question, best: Candidate) -> None:
@@ -361,6 +264,12 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
 
     portable = dataclasses.replace(best.plan, units=None)
     _save(path, portable.to_json() + "\n")
+    if is_foreign(question.model) or load_preset(question.model).kind != "lm":
+        work, again = best.workload, "" if best.workload.checkpoint == "none" else ", recomputing"
+        print(f"\n{path} written, for {work.split} {work.of} on a rank{again}. It runs with:")
+        print(f"  model = sw.shard(model, sw.Plan.from_json(Path({str(path)!r}).read_text()))")
+        print("(`shardwise train` has language models only, of its own.)")
+        return
     settings = [
         f"model.size={question.model}",
         f"model.checkpoint={best.workload.checkpoint}",
@@ -371,21 +280,17 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
     else:
         settings.append(f"data.batch={best.workload.micro_batch}")
         settings.append(f"run.micro_batches={best.workload.micro_batches}")
-    flags = " ".join(f"--set {setting}" for setting in settings)
-    if load_preset(question.model).kind != "lm":
-        print(
-            f"\n{path} written. `shardwise train` has language models only: run it on your own "
-            "model with sw.shard(model, sw.Plan.from_json(text))."
-        )
-        return
     print(f"\n{path} written. It runs with:")
     world, node = best.plan.world, question.load_cluster().ranks_per_node or best.plan.world
-    if world <= node:
-        print(f"  shardwise train --plan {path} --nproc {world} {flags}")
-        return
     each = math.gcd(world, node)
-    launch = f"torchrun --nnodes {world // each} --nproc-per-node {each} --rdzv-endpoint HOST:PORT"
-    print(f"  {launch} -m shardwise.cli train --plan {path} {flags}")
+    command = [f"shardwise train --plan {path} --nproc {world}"]
+    if world > node:
+        nodes = f"--nnodes {world // each} --nproc-per-node {each}"
+        command = [f"torchrun {nodes} --rdzv-endpoint HOST:PORT"]
+        command.append(f"-m shardwise.cli train --plan {path}")
+    flags = [f"--set {setting}" for setting in settings]
+    command += [" ".join(flags[:3]), " ".join(flags[3:])]
+    print("  " + " \\\n      ".join(command))
 
 
 def _save(path: Path, text: str) -> None:
@@ -401,9 +306,17 @@ def _write_trace(path: Path, question: Question, best: Candidate) -> None:
     from shardwise.predict.simulate import simulate
     from shardwise.predict.sources import as_source
 
-    portable = dataclasses.replace(best.plan, units=None)
-    resolved, description = as_source(question.model, best.workload).at(portable, best.workload)
-    timeline = simulate(resolved, description, question.load_cluster(), best.workload)
+    portable, cluster = dataclasses.replace(best.plan, units=None), question.load_cluster()
+    source = as_source(
+        question.model,
+        best.workload,
+        inputs=question.example(),
+        loss=question.load_loss(),
+        trace_on=question.trace_on,
+        device="cpu" if cluster.host.communicates else "cuda",
+    )
+    resolved, description = source.at(portable, best.workload)
+    timeline = simulate(resolved, description, cluster, best.workload)
     _save(path, json.dumps(timeline.to_chrome()))
     print(f"{path} written: open it in https://ui.perfetto.dev")
 
@@ -411,7 +324,9 @@ def _write_trace(path: Path, question: Question, best: Candidate) -> None:
 def _show_exercise(name: str) -> None:
     exercises = importlib.import_module("shardwise.lab.paper.exercises")
     if name == "list":
-        print("\n".join(exercises.NAMES))
+        for known in exercises.NAMES:
+            title = f"{known:<20}{exercises.show(known).splitlines()[0]}"
+            print("\n".join(textwrap.wrap(title, 80, subsequent_indent=" " * 20)))
         return
     if name not in exercises.NAMES:
         raise UserError(f"unknown exercise {name!r}{nearest(name, exercises.NAMES)}")

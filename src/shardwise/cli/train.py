@@ -131,6 +131,16 @@ def train(arguments: argparse.Namespace) -> None:
         if sys.stdout.isatty():
             # A rank that was ended while it drew the progress bar left the cursor hidden.
             print("\x1b[?25h", end="", flush=True)
+    if not joined() or os.environ["RANK"] == "0":
+        _say_what_is_next(config.run.out)
+
+
+def _say_what_is_next(out: str) -> None:
+    """Where the run's files are, and the commands that read them."""
+    print(f"\n{out} holds the run ({', '.join(n for n in FILES if Path(out, n).exists())}). Next:")
+    print(f"  shardwise report {out}")
+    if any(Path(out, CHECKPOINTS).glob("step-*")):
+        print(f"  shardwise inspect {out}/{CHECKPOINTS}")
 
 
 def _resume(config: "TrainConfig") -> "TrainConfig":

@@ -70,10 +70,22 @@ class Rope(nn.Module):
 
     def __init__(self, context: int, head_width: int, theta: float) -> None:
         super().__init__()
-        pairs = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
-        angles_TP = torch.outer(torch.arange(context, dtype=torch.float32), theta**-pairs)
-        self.register_buffer("cos_TP", angles_TP.cos(), persistent=False)
-        self.register_buffer("sin_TP", angles_TP.sin(), persistent=False)
+        self.context, self.head_width, self.theta = context, head_width, theta
+        cos_TP, sin_TP = self._compute()
+        self.register_buffer("cos_TP", cos_TP, persistent=False)
+        self.register_buffer("sin_TP", sin_TP, persistent=False)
+
+    def _compute(self) -> tuple[Tensor, Tensor]:
+        pairs = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
+        places = torch.arange(self.context, dtype=torch.float32)
+        angles_TP = torch.outer(places, self.theta**-pairs)
+        return angles_TP.cos(), angles_TP.sin()
+
+    def reset_parameters(self, device: torch.device | str | None = None) -> None:
+        """Compute the tables anew, on a host: of a model that was built on the meta device."""
+        where = self.cos_TP.device if device is None else torch.device(device)
+        with torch.device("cpu"):
+            self.cos_TP, self.sin_TP = (table.to(where) for table in self._compute())
 
     def forward(self, x_BHTK: Tensor) -> Tensor:
         length = x_BHTK.shape[2]
@@ -192,6 +204,22 @@ class LM(nn.Module):
         # Last, because a tied head is this tensor: small logits start the loss near ln(vocab).
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def spreads(self) -> dict[str, float | None]:
+        """How far each parameter is drawn from 0 by `init_weights`, by its first name; None: it is
+        1 everywhere.
+        """
+        found: dict[str, float | None] = {}
+        shrunk = (2 * self.size.layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                found[name] = None
+            elif name in ("embedding.weight", "head.weight"):
+                found[name] = 0.02
+            else:
+                residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+                found[name] = parameter.shape[1] ** -0.5 * (shrunk if residual else 1.0)
+        return found
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Give the logits, or with targets the cross-entropy summed over tokens, in fp32.

@@ -180,6 +180,7 @@ class ModelDescription:
     buffer_bytes: int = 0  # of the module's buffers
     tied: tuple[tuple[str, ...], ...] = ()  # names that are one parameter
     without_gradient: tuple[str, ...] = ()  # trained parameters that get none
+    notes: tuple[str, ...] = ()  # what the reader should know of how it was traced
     # The model itself, on the meta device: units of other Plans are cut from it. None if the
     # description was made by hand.
     outline: nn.Module | None = field(default=None, compare=False, repr=False)

@@ -66,10 +66,12 @@ class Workload:
     autocast: str | None = None  # None: the parameters' dtype, or the Plan's compute_dtype
     checkpoint: str = "none"  # none, reentrant, nonreentrant: of every block
     sizes: Sizes | None = None
+    of: str = "sequences"  # or "samples", which have no tokens: `sequence` is 1 then
 
     def __post_init__(self) -> None:
         check_bounds(self, "Workload.")
         for name, valid in (
+            ("of", ("sequences", "samples")),
             ("optimizer", tuple(STATE_TENSORS)),
             ("autocast", AUTOCAST_DTYPES),
             ("checkpoint", CHECKPOINTS),

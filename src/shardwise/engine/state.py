@@ -111,13 +111,15 @@ def cut_messages(tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[list[
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device | str | None = None) -> list[str]:
+def materialize(
+    model: nn.Module, device: torch.device | str | None = None, *, reset: bool = True
+) -> list[str]:
     """Give memory to what is still on the meta device, and nothing else, and initialise it.
 
-    Each module that held such tensors is asked to `reset_parameters`. Returns the names of the
-    tensors that nobody wrote since: non-persistent buffers that only a constructor fills,
-    parameters of modules without that method. Those are yours to fill. A sharded model takes memory
-    for its own rows only.
+    Each module that held such tensors is asked to `reset_parameters`, unless `reset` is False.
+    Returns the names of the tensors that nobody wrote since: non-persistent buffers that only a
+    constructor fills, parameters of modules without that method. Those are yours to fill. A sharded
+    model takes memory for its own rows only.
     """
     if device is None:
         device = device_of(model)
@@ -135,9 +137,9 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> l
                 tensors[key] = emptied[id(tensor)]
                 made[f"{prefix}.{key}" if prefix else key] = emptied[id(tensor)]
                 touched = True
-        reset = getattr(module, "reset_parameters", None)
-        if touched and callable(reset):
-            reset()
+        again = getattr(module, "reset_parameters", None)
+        if touched and reset and callable(again):
+            again()
     # Memory from `empty` that nobody has written keeps the version of its birth.
     return [name for name, tensor in made.items() if writes_of(tensor) == 0]
 

@@ -6,6 +6,7 @@ that also asks what things cost gives the predictor its operations.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +54,13 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
         moment=trained.shard_numel * own.itemsize,
         aliased=ranks == 1 and own == compute,
     )
+
+
+def size_of_moment(plan: Plan, unit: UnitSpec, idle: Collection[str]) -> int:
+    """One tensor of optimizer state of a unit, without those parameters that get no gradient."""
+    own, _, _ = plan.dtypes(unit.parameters[0].dtype)
+    kept = [p.shape for p in unit.parameters if p.trainable and p.name not in idle]
+    return lay_out(kept, plan.axes_of(unit)[1]).shard_numel * own.itemsize
 
 
 class PlannedUnit(ScheduledUnit):

@@ -37,7 +37,7 @@ def cast_dtypes(
 
 
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
-# seed 001's two communication sizes.
+# the two communication sizes that grouped FSDP was reported with.
 LEAST_UNITS = 4
 DEFAULT_BUCKET_BYTES = {"ddp": BUCKET_BYTES, "zero1": 32 * MIB, "zero2": 32 * MIB, "zero3": None}
 

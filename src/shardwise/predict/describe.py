@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.description.example import Call, loss_of_output
+from shardwise.description.foreign import inputs_of_config
 from shardwise.description.model import ModelDescription
 from shardwise.description.preset import load_preset
 from shardwise.description.tracing.meta_copy import copy_to_meta
@@ -28,6 +30,7 @@ from shardwise.description.workload import CHECKPOINTS, Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import Cut, cut_units
+from shardwise.predict.program import checkpointed, scaled
 
 Inputs = Workload | Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -42,18 +45,22 @@ def describe(
     autocast: str | None = None,
     checkpoint: str | Sequence[str] | None = None,
     name: str | None = None,
+    trace_on: str = "auto",
 ) -> ModelDescription:
     """What one micro-batch of `model` computes and keeps, unit by unit, traced on the meta device.
 
     inputs: a Workload (for models of tokens), or the model's arguments: one tensor, a sequence of
-        positional ones, or a mapping of keyword ones; only their shapes and dtypes matter.
+        positional ones, a mapping of keyword ones, or a pair (tuple, dict) of both; only their
+        shapes and dtypes matter.
     plan: its units, one for one, and its compute dtype; or what `Plan.of(units=...)` takes. What it
         keeps whole counts with the modules that use it.
     loss: `loss(model, *inputs)`; without it the output itself, if it is a scalar (or has one as
-        `.loss`), else its sum.
+        `.loss`), else the mean of its float tensors.
     device: whose fused kernels to count, "cuda" or "cpu".
     autocast: a dtype name. checkpoint: "reentrant" or "nonreentrant" for every block, or the names
         of modules. Both come from the Workload unless given here.
+    trace_on: "meta"; "cpu" or "cuda" to trace a copy while it runs there for real; "auto": that
+        only for a model that reads values, which the meta device does not have.
     """
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -68,6 +75,7 @@ def describe(
         autocast=autocast,
         checkpoint=checkpoint,
         compute_dtype=resolved.compute_dtype,
+        trace_on=trace_on,
     )
     described = describe_trace(trace, resolved, name or type(model).__name__)
     return dataclasses.replace(described, outline=copy_to_meta(model))
@@ -82,8 +90,10 @@ def trace_model(
     autocast: str | None = None,
     checkpoint: str | Sequence[str] | None = None,
     compute_dtype: str | None = None,
+    trace_on: str = "auto",
+    build: Callable[[], nn.Module] | None = None,
 ) -> ModelTrace:
-    """Trace one micro-batch; see `describe` for the arguments."""
+    """Trace one micro-batch; see `describe` for the arguments, and `trace_module` for `build`."""
     args, kwargs = _as_arguments(model, inputs)
     if isinstance(inputs, Workload):
         autocast = autocast or inputs.autocast
@@ -101,6 +111,8 @@ def trace_model(
         casts=("", *blocks) if compute_dtype else (),
         checkpoint=names,
         reentrant=reentrant,
+        trace_on=trace_on,
+        build=build,
     )
 
 
@@ -111,48 +123,100 @@ def describe_trace(trace: ModelTrace, plan: Plan, name: str = "model") -> ModelD
 
 class TracedModel:
     """A module, traced once for each micro-batch size, checkpointing and dtype. `inputs` gives its
-    arguments for a workload; None: tokens.
+    arguments for a workload; None: tokens. A model that reads values is run for real, once for each
+    dtype; what is asked for beside is derived from that.
     """
 
     compute_dtype: str | None = None  # any
 
     def __init__(
-        self, model: nn.Module, name: str, inputs: Callable[[Workload], Any] | None = None
+        self,
+        model: nn.Module,
+        name: str,
+        inputs: Callable[[Workload], Any] | None = None,
+        *,
+        samples: int | None = None,  # of the example that was given
+        loss: Callable[..., Tensor] | None = None,
+        device: str = "cuda",
+        trace_on: str = "auto",
+        build: Callable[[], nn.Module] | None = None,
     ) -> None:
-        self.model, self.name, self._inputs = model, name, inputs
+        self.model, self.name, self._inputs, self._samples = model, name, inputs, samples
+        self._loss, self._device, self._trace_on, self._build = loss, device, trace_on, build
+        self._real: bool | None = None if trace_on == "auto" else trace_on != "meta"
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
         self._described: dict[tuple[Any, ...], ModelDescription] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What readers of a prediction should know of how the model was traced."""
+        said = dict.fromkeys(note for trace in self._traces.values() for note in trace.notes)
+        more = "Other micro-batch sizes, and recomputation, are derived from that run."
+        return (*said, *((more,) if self._real else ()))
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
         """The Plan resolved, and the description of one micro-batch by it."""
         resolved = plan.resolve(self.model)
-        traced = (
+        base = self._base_of(workload)
+        if self._real is None:
+            try:
+                self._trace(plan, base, "meta")
+            except UserError:
+                self._real = True  # tried, and told why, once more below
+            else:
+                self._real = False
+        if not self._real:
+            base = workload
+        traced = self._trace(plan, base, self._trace_on if self._real else "meta")
+        apart = any(unit.whole for unit in resolved.require_units())
+        by = by_modules(plan, self.model) if apart else resolved
+        key = (traced, by.units, workload.micro_batch, workload.checkpoint)
+        if key not in self._described:
+            made = describe_trace(self._traces[traced], by, self.name)
+            made = scaled(made, workload.micro_batch / base.micro_batch)
+            if workload.checkpoint != base.checkpoint:
+                made = checkpointed(made)
+            self._described[key] = made
+        return resolved, self._described[key]
+
+    def _base_of(self, workload: Workload) -> Workload:
+        """The micro-batch that shows whether the model reads values, and that a real run has: the
+        example's own, or one sequence.
+        """
+        size = self._samples or 1
+        return dataclasses.replace(workload, micro_batch=size, sizes=None, checkpoint="none")
+
+    def _trace(self, plan: Plan, workload: Workload, trace_on: str) -> tuple[Any, ...]:
+        """Trace it unless that has been done; the key of the trace."""
+        key = (
             workload.sequence,
             workload.micro_batch,
             workload.autocast,
             workload.checkpoint,
             plan.compute_dtype,
         )
-        if traced not in self._traces:
-            self._traces[traced] = trace_model(
-                self.model,
-                workload if self._inputs is None else self._inputs(workload),
-                autocast=workload.autocast,
-                checkpoint=workload.checkpoint,
-                compute_dtype=plan.compute_dtype,
-            )
-        apart = any(unit.whole for unit in resolved.require_units())
-        by = by_modules(plan, self.model) if apart else resolved
-        key = (traced, by.units)
-        if key not in self._described:
-            self._described[key] = describe_trace(self._traces[traced], by, self.name)
-        return resolved, self._described[key]
+        if key in self._traces:
+            return key
+        self._traces[key] = trace_model(
+            self.model,
+            workload if self._inputs is None else self._inputs(workload),
+            loss=self._loss,
+            device=self._device,
+            autocast=workload.autocast,
+            checkpoint=workload.checkpoint,
+            compute_dtype=plan.compute_dtype,
+            trace_on=trace_on,
+            build=self._build,
+        )
+        return key
 
 
-def traced_preset(name: str, context: int) -> TracedModel:
+def traced_preset(name: str, context: int, device: str = "cuda") -> TracedModel:
     """A preset model for sequences of up to `context` tokens."""
     preset = load_preset(name)
-    return TracedModel(preset.build(context), name, preset.inputs)
+    # A language model gives its loss; the stack of the benchmarks is summed.
+    loss = None if preset.kind == "lm" else loss_of_output(lambda output: output.sum())
+    return TracedModel(preset.build(context), name, preset.inputs, loss=loss, device=device)
 
 
 def describe_preset(
@@ -209,12 +273,11 @@ def _as_arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], di
     """Positional and keyword arguments. Of a workload: tokens and targets, in the places where the
     model's forward takes them.
     """
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
     if not isinstance(inputs, Workload):
-        return tuple(inputs), {}
+        return Call.of(inputs)
+    known = inputs_of_config(model, inputs.micro_batch, inputs.sequence)
+    if known is not None:
+        return known
     shape = (inputs.micro_batch, inputs.sequence)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     targets = tokens.clone()
@@ -227,6 +290,6 @@ def _as_arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], di
     if not any(isinstance(module, nn.Embedding) for module in model.modules()):
         raise UserError(
             f"{type(model).__name__} has no embedding, so a workload of tokens says nothing about "
-            "its inputs: give describe() example inputs instead"
+            "its inputs: give example inputs instead (inputs=, --inputs)"
         )
     return (tokens, targets)[: max(1, min(2, len(places)))], {}

@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.description.collectives import Members
-from shardwise.description.model import KernelFact, ModelDescription, PassFacts, UnitSegment
+from shardwise.description.model import (
+    KernelFact,
+    ModelDescription,
+    PassFacts,
+    UnitDescription,
+    UnitSegment,
+)
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
@@ -281,6 +287,29 @@ def scaled(description: ModelDescription, factor: float) -> ModelDescription:
         for unit in description.units
     )
     return replace(description, units=units, input_bytes=round(description.input_bytes * factor))
+
+
+def checkpointed(description: ModelDescription) -> ModelDescription:
+    """The same model with every block but the root's recomputed in backward: forward leaves only
+    the block's output, which is the next one's input.
+    """
+
+    def change(segment: UnitSegment) -> UnitSegment:
+        forward, kept = segment.forward, min(segment.output_bytes, segment.forward.net_bytes)
+        again = forward.net_bytes - kept
+        return replace(
+            segment,
+            forward=PassFacts(forward.kernels, forward.peak_bytes, kept),
+            recompute=PassFacts(forward.kernels, max(forward.peak_bytes, again), again),
+            checkpointed=True,
+        )
+
+    def change_unit(unit: UnitDescription) -> UnitDescription:
+        if unit.modules == ("",):
+            return unit
+        return replace(unit, segments=tuple(change(s) for s in unit.segments))
+
+    return replace(description, units=tuple(change_unit(unit) for unit in description.units))
 
 
 def _scale_kernel(kernel: KernelFact, factor: float) -> KernelFact:

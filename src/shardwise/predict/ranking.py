@@ -18,8 +18,13 @@ MEMORY_MARGIN = 0.03
 WORTH = 0.003  # a setting that saves less than this share of the step is left at its default
 
 
+def show_gb(nbytes: float) -> str:
+    """In 1e9 bytes, with a digit that is not 0."""
+    return f"{nbytes / 1e9:.1f}" if nbytes >= 95e6 or nbytes <= 0 else f"{nbytes / 1e9:.1g}"
+
+
 def title_of(plan: Plan, workload: Workload) -> str:
-    work = f"{workload.split} sequences"
+    work = f"{workload.split} {workload.of}"
     again = ", recomputing" if workload.checkpoint != "none" else ""
     return f"{plan.title} on {plan.replicate}x{plan.shard}, {work}{again}"
 
@@ -57,6 +62,15 @@ class Candidate:
         return (self.limit_bytes - self.peak_bytes) / GB
 
     @property
+    def peak_gb(self) -> str:
+        return show_gb(self.peak_bytes)
+
+    @property
+    def rate_unit(self) -> str:
+        """Of `tokens_per_s`: a sample without tokens counts as one."""
+        return "tokens/s" if self.workload.of == "sequences" else "samples/s"
+
+    @property
     def title(self) -> str:
         return title_of(self.plan, self.workload)
 
@@ -75,15 +89,20 @@ class Candidate:
         shown = self.settings()
         size = shown.pop("bucket_bytes", None)
         words = [f"{name}={value}" for name, value in shown.items()]
-        words += [] if size is None else [f"buckets of {size / MIB:.0f} MiB"]
+        if size is not None:
+            large = size >= MIB
+            words.append(
+                f"buckets of {size / (MIB if large else 1024):.0f} {'MiB' if large else 'KiB'}"
+            )
         return ", ".join(words) or "defaults"
 
     def explain(self) -> str:
         """In sentences: time, memory, and where the step goes."""
         settings = self.show_settings()
         return (
-            f"{self.title}: {self.step_ms:.1f} ms a step ({self.tokens_per_s:,.0f} tokens/s), "
-            f"peak {self.peak_bytes / GB:.1f} GB, {self.spare_gb:.1f} GB to spare; {settings}.\n"
+            f"{self.title}: {self.step_ms:.1f} ms a step ({self.tokens_per_s:,.0f} "
+            f"{self.rate_unit}), "
+            f"peak {self.peak_gb} GB, {self.spare_gb:.1f} GB to spare; {settings}.\n"
             f"  {self.breakdown}"
         )
 
@@ -105,6 +124,7 @@ class Ranking(Sequence[Candidate]):
     rejected: tuple[Rejected, ...]
     limit_bytes: float
     tried: int
+    notes: tuple[str, ...] = ()  # on how the model was traced, and what could not be tried
 
     def __len__(self) -> int:
         return len(self.candidates)
@@ -133,7 +153,7 @@ class Ranking(Sequence[Candidate]):
         best = self.candidates[0]
         lines = [
             f"{best.title} is the fastest of {self.tried} tried: {best.step_ms:.1f} ms a step. It "
-            f"fits with {best.spare_gb:.1f} GB to spare ({best.peak_bytes / GB:.1f} of "
+            f"fits with {best.spare_gb:.1f} GB to spare ({best.peak_gb} of "
             f"{self.limit_bytes / GB:.1f} GB)."
         ]
         lines += [_compare(best, other) for other in self.best_of_each()[1:]]
@@ -146,6 +166,7 @@ class Ranking(Sequence[Candidate]):
             f"{r.strategy} does not fit: at least {r.peak_bytes / GB:.1f} GB ({r.title})."
             for r in dropped.values()
         ]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import nn
 
 from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription
+from shardwise.description.tracing.real_run import tell
 from shardwise.description.workload import Workload
+from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import MIB
 from shardwise.predict.cost import Costs
@@ -34,16 +36,19 @@ from shardwise.predict.ranking import (
     title_of,
 )
 from shardwise.predict.simulate import simulate
-from shardwise.predict.sources import Source, as_source
+from shardwise.predict.sources import Source, as_example, as_source, workload_of
 from shardwise.predict.step import EngineStep, StepOptions
 
 
 def search(
     model: nn.Module | ModelDescription | str,
     cluster: Cluster,
-    workload: Workload,
+    workload: Workload | Any = None,
     budget_gb: float | None = None,
     *,
+    inputs: Any = None,
+    loss: Callable[..., Any] | None = None,
+    trace_on: str = "auto",
     world: int | None = None,
     compute_dtype: str | None = None,
     reduce_dtype: str | None = None,
@@ -52,6 +57,16 @@ def search(
     strategies: Sequence[str] = ("ddp", "zero1", "zero2", "zero3", "hsdp"),
 ) -> Ranking:
     """Rank Plans of `model` for `workload` on `world` ranks of `cluster` (default: one node).
+
+    model: any nn.Module (sharded by nobody, on any device), a preset's name, FILE.py:FUNCTION,
+        hf:CONFIG.json, or a description.
+    inputs: example inputs of a model that is not of tokens alone: a tensor, a tuple of positional
+        arguments, a dict of keyword ones, (tuple, dict), or a function of the number of samples
+        that gives these. Dim 0 is the samples. Without a workload they are one rank's step, and
+        may stand in its place.
+    loss: a function of the output, or of the output and the inputs; default: the output's `loss`,
+        the output if it is one number, else the mean of its float tensors.
+    trace_on: see `describe`.
 
     The workload's tokens per rank and step stay the same; its split into micro-batches is searched.
     `budget_gb` is the memory a rank may use, in 1e9 bytes; default: the device's. It also decides
@@ -65,7 +80,28 @@ def search(
     limit = cluster.device.memory_bytes if budget_gb is None else budget_gb * GB
     if not (limit > 0 and math.isfinite(limit)):
         raise ValueError(f"budget_gb is {budget_gb}, expected more than 0")
-    source = as_source(model, workload)
+    example = as_example(inputs if workload is None or inputs is not None else None, model)
+    if workload is not None and not isinstance(workload, Workload):
+        if inputs is not None:
+            raise UserError("two example inputs: give a Workload in the third place, or leave it")
+        example, workload = as_example(workload, model), None
+    if workload is None:
+        if example is None:
+            raise UserError("search needs a Workload, or example inputs (inputs=)")
+        workload = workload_of(example)
+    elif example is not None and example.sequence not in (None, workload.sequence):
+        raise UserError(
+            f"the example inputs' sequences have {example.sequence} tokens, and the workload's "
+            f"{workload.sequence}: give equal ones"
+        )
+    source = as_source(
+        model,
+        workload,
+        inputs=example,
+        loss=loss,
+        trace_on=trace_on,
+        device="cpu" if cluster.host.communicates else "cuda",
+    )
     made_in = source.compute_dtype
     if made_in is not None and compute_dtype not in (None, made_in):
         raise ValueError(
@@ -88,8 +124,9 @@ def search(
             f"{', '.join(strategies) or 'no strategy'} has no mesh on {world} ranks: hsdp needs a "
             "number of ranks that divides into groups; use zero3, or another number of ranks"
         )
+    splits = run.possible(plans[0], list(_splits(workload, checkpoints)))
     for plan in plans:
-        for split in _splits(workload, checkpoints):
+        for split in splits:
             run.consider(plan, split)
     for candidate in run.ranking().best_of_each():
         run.refine(candidate)
@@ -99,7 +136,7 @@ def search(
 def plan(
     model: nn.Module | ModelDescription | str,
     cluster: Cluster,
-    workload: Workload,
+    workload: Workload | Any = None,
     budget_gb: float | None = None,
     **settings: Any,
 ) -> Plan:
@@ -148,9 +185,32 @@ class _Search:
     found: dict[tuple[Plan, Workload], Candidate] = field(default_factory=dict)
     rejected: dict[tuple[Plan, Workload], Rejected] = field(default_factory=dict)
     dropped: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.costs = Costs.of(self.cluster)
+
+    def possible(self, plan: Plan, splits: list[Workload]) -> list[Workload]:
+        """Those that the model runs: one with batch norms may need two samples, a block that keeps
+        something may not bear to run twice. An error if it runs none.
+        """
+        run: list[Workload] = []
+        failed: list[tuple[Workload, UserError]] = []
+        for split in splits:
+            try:
+                self.source.at(plan, split)
+                run.append(split)
+            except UserError as error:
+                failed.append((split, error))
+        if not run:
+            raise failed[-1][1]
+        reasons: dict[str, list[str]] = {}
+        for split, why in failed:
+            again = ", recomputing" * (split.checkpoint != "none")
+            said = tell(why.__cause__) if why.__cause__ else str(why)
+            reasons.setdefault(said, []).append(f"{split.split} {split.of}{again}")
+        self.notes += [f"not tried: {', '.join(s)}: {why}" for why, s in reasons.items()]
+        return run
 
     def starting_plans(self, world: int, strategies: Sequence[str]) -> Iterator[Plan]:
         for name in strategies:
@@ -243,4 +303,5 @@ class _Search:
             tuple(self.rejected.values()),
             self.limit,
             len(self.found) + len(self.rejected) + self.dropped,
+            (*self.source.notes, *self.notes),
         )

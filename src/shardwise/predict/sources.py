@@ -3,29 +3,101 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
-from shardwise.description.model import ModelDescription, PassFacts, UnitDescription, UnitSegment
+from shardwise.description.example import Call, Example, loss_of_output, parse_tensors
+from shardwise.description.foreign import build_model, build_on_host, find_function, is_foreign
+from shardwise.description.model import ModelDescription
 from shardwise.description.parameters import UnitSpec
+from shardwise.description.tracing.trace import check_arguments
 from shardwise.description.workload import Workload
+from shardwise.errors import UserError
 from shardwise.planning.groups import group_by_bytes
 from shardwise.planning.plan import LEAST_UNITS, Plan
 from shardwise.planning.strategies import REDUCES
 from shardwise.planning.units import group_parameters
 from shardwise.predict.describe import TracedModel, traced_preset
-from shardwise.predict.program import scaled
+from shardwise.predict.program import checkpointed, scaled
 
 
-def as_source(model: nn.Module | ModelDescription | str, workload: Workload) -> Source:
-    """A source of descriptions of `model`: a module, a preset's name, or a description of one
-    micro-batch of `workload`. Its `compute_dtype` is None where any will do.
+def as_source(
+    model: nn.Module | ModelDescription | str,
+    workload: Workload,
+    *,
+    inputs: Example | None = None,
+    loss: Callable[..., Any] | None = None,
+    trace_on: str = "auto",
+    device: str = "cuda",
+) -> Source:
+    """A source of descriptions of `model`: a module, a preset's name, the name of somebody's
+    function or config, or a description of one micro-batch of `workload`. Its `compute_dtype` is
+    None where any will do.
     """
     if isinstance(model, ModelDescription):
+        if inputs is not None or loss is not None:
+            raise UserError(
+                "a description has been made with its inputs and its loss: give them to "
+                "sw.describe, or give the model itself"
+            )
         return FixedDescription(model, workload)
-    if isinstance(model, str):
-        return traced_preset(model, workload.sequence)
-    return TracedModel(model, type(model).__name__)
+    if isinstance(model, str) and not is_foreign(model):
+        if inputs is not None or loss is not None:
+            raise UserError(f"{model} is a preset, which has inputs and a loss of its own")
+        return traced_preset(model, workload.sequence, device)
+    module = named_model(model) if isinstance(model, str) else model
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"a model is an nn.Module, a description of one, a preset's name or FILE.py:FUNCTION, "
+            f"got {model!r:.60}"
+        )
+
+    def inputs_for(work: Workload) -> Call:
+        assert inputs is not None
+        call = inputs.sized(work.micro_batch)
+        check_arguments(module, *call)
+        return call
+
+    return TracedModel(
+        module,
+        model if isinstance(model, str) else type(model).__name__,
+        None if inputs is None else inputs_for,
+        samples=None if inputs is None else inputs.samples,
+        loss=None if loss is None else loss_of_output(loss),
+        device=device,
+        trace_on=trace_on,
+        build=(lambda: build_on_host(model)) if isinstance(model, str) else None,
+    )
+
+
+named_model = lru_cache(maxsize=4)(build_model)
+
+
+def as_example(inputs: Any, model: nn.Module | ModelDescription | str) -> Example | None:
+    """Example inputs as users give them; text is of tensors, or names a function."""
+    if inputs is None or isinstance(inputs, Example):
+        return inputs
+    if isinstance(model, str) and not is_foreign(model):
+        raise UserError(f"{model} is a preset, which has inputs of its own: leave --inputs out")
+    if not isinstance(inputs, str):
+        return Example(inputs)
+    if "[" not in inputs:
+        beside = model if isinstance(model, str) else ""
+        return Example(find_function(inputs, "--inputs", beside))
+    module = named_model(model) if isinstance(model, str) else model
+    if not isinstance(module, nn.Module):
+        raise UserError("example inputs are for a model, and a description has been made with some")
+    return Example(parse_tensors(inputs, module.forward))
+
+
+def workload_of(example: Example) -> Workload:
+    """One rank's step that is the example, once."""
+    if example.sequence is not None:
+        return Workload(example.sequence, example.samples)
+    return Workload(1, example.samples, of="samples")
 
 
 class FixedDescription:
@@ -36,7 +108,7 @@ class FixedDescription:
 
     def __init__(self, description: ModelDescription, workload: Workload) -> None:
         self.name, self._base, self._workload = description.name, description, workload
-        self.compute_dtype = description.compute_dtype
+        self.compute_dtype, self.notes = description.compute_dtype, description.notes
         self._made: dict[tuple[int, str], ModelDescription] = {}
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
@@ -59,31 +131,6 @@ class FixedDescription:
 
 
 Source = TracedModel | FixedDescription
-
-
-def checkpointed(description: ModelDescription) -> ModelDescription:
-    """The same model with every block but the root's recomputed in backward: forward leaves only
-    the block's output, which is the next one's input.
-    """
-
-    def change(segment: UnitSegment) -> UnitSegment:
-        forward, kept = segment.forward, min(segment.output_bytes, segment.forward.net_bytes)
-        again = forward.net_bytes - kept
-        return dataclasses.replace(
-            segment,
-            forward=PassFacts(forward.kernels, forward.peak_bytes, kept),
-            recompute=PassFacts(forward.kernels, max(forward.peak_bytes, again), again),
-            checkpointed=True,
-        )
-
-    def change_unit(unit: UnitDescription) -> UnitDescription:
-        if unit.modules == ("",):
-            return unit
-        return dataclasses.replace(unit, segments=tuple(change(s) for s in unit.segments))
-
-    return dataclasses.replace(
-        description, units=tuple(change_unit(unit) for unit in description.units)
-    )
 
 
 def cut_described(plan: Plan, description: ModelDescription) -> tuple[UnitSpec, ...]:

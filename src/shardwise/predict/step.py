@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.description.workload import Workload
-from shardwise.planning.executor import PlannedExecutor, PlannedUnit
+from shardwise.planning.executor import PlannedExecutor, PlannedUnit, size_of_moment
 from shardwise.planning.memory import plan_schedule
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
@@ -74,7 +74,7 @@ class Step:
         b.hold("parameters", sum(rounded(u.sizes.master) for u in self.units))
         if self.options.optimizer:
             tensors = self.workload.state_tensors
-            b.hold("state", tensors * sum(rounded(u.sizes.moment) for u in self.units))
+            b.hold("state", tensors * sum(map(rounded, self._moments())))
         for i, size in enumerate(sizes):
             b.phase = "forward"
             self.micro = (i, len(sizes))
@@ -90,6 +90,16 @@ class Step:
         if self.options.optimizer:
             self._update()
         return b.build()
+
+    def _moments(self) -> list[int]:
+        """One tensor of optimizer state of each unit. A parameter that gets no gradient has none:
+        no optimizer makes state before the first gradient.
+        """
+        idle = {name for work in self.works.values() for name in work.without_gradient}
+        units = self.plan.require_units()
+        if not idle:
+            return [unit.sizes.moment for unit in self.units]
+        return [size_of_moment(self.plan, unit, idle) for unit in units]
 
     def run_segment_backward(self, work: Work, place: int, peaks: bool = True) -> None:
         """Recompute if the segment is checkpointed, then its backward. Gradients are counted from

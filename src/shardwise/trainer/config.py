@@ -137,6 +137,7 @@ class RunConfig:
         "none", "auto: from the newest checkpoint in OUT, if any; or the path of one, or of a run"
     )
     deterministic: bool = key(False, "only kernels that give the same bits in every run")
+    compile: bool = key(False, "compile every block by torch.compile")
 
     def __post_init__(self) -> None:
         _check("run", self)

@@ -1,5 +1,6 @@
 """The training loop of one rank: the only place of the trainer that calls the engine."""
 
+import hashlib
 import math
 import random
 import time
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checked import read_text
+from shardwise.checkpoint.pieces import place_of
 from shardwise.children import Stopped
-from shardwise.description.language_model import LM
+from shardwise.description.language_model import LM, Rope
 from shardwise.description.workload import row_of
+from shardwise.engine.torch_private import local_of
 from shardwise.errors import UserError
 from shardwise.trainer.checkpoints import Checkpoints, Progress
 from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
@@ -47,7 +50,9 @@ def train(config_toml: str) -> None:
     with StopNotice(member.rank) as notice:
         model = build_model(config, member)
         plan = build_plan(config.plan, model, member.world)
+        spreads = model.spreads()
         sharded = sw.shard(model, plan)
+        draw_weights(sharded, spreads, config.run.seed)
         optimizer = build_optimizer(config.optim, sharded)
         checkpoints = Checkpoints(config, corpus, sharded, optimizer)
         progress = checkpoints.restore()
@@ -64,16 +69,58 @@ def train(config_toml: str) -> None:
 
 
 def build_model(config: TrainConfig, member: Member) -> LM:
-    """The same weights on every rank; what is drawn later, for dropout, is another on each."""
-    torch.manual_seed(config.run.seed)
-    model = LM(
-        config.model.resolve(), config.data.seq, config.model.checkpoint, config.model.dropout
-    ).to(member.device)
+    """The model on the meta device: no rank holds more of it than its shards. What is drawn later,
+    for dropout, is another on each rank.
+    """
+    with torch.device("meta"):
+        size, model = config.model.resolve(), config.model
+        built = LM(size, config.data.seq, model.checkpoint, model.dropout)
+    for module in built.modules():
+        if isinstance(module, Rope):
+            module.reset_parameters(member.device)
+    for block in built.layers if config.run.compile else ():
+        block.compile()
     drawn = int(np.random.default_rng([config.run.seed, member.rank]).integers(1 << 32))
     torch.manual_seed(drawn)
     random.seed(drawn)
     np.random.seed(drawn)
-    return model
+    return built
+
+
+_BLOCK = 1 << 20  # elements of a parameter that are drawn from one seed
+
+
+@torch.no_grad()
+def draw_weights(sharded: nn.Module, spreads: dict[str, float | None], seed: int) -> None:
+    """Memory for this rank's rows, and their first values: drawn from seeds of the parameter's name
+    and of blocks of its rows, so that they are the same under every plan and on any number of
+    ranks.
+    """
+    sw.materialize(sharded, reset=False)
+    for name, parameter in sharded.named_parameters():
+        spread, local = spreads[name], local_of(parameter)
+        if spread is None:
+            local.fill_(1)
+            continue
+        for part in place_of(parameter).parts(local):
+            _draw_rows(part.tensor, part.box.offset[0], parameter.shape, spread, (seed, name))
+
+
+def _draw_rows(
+    rows: Tensor, first: int, shape: torch.Size, spread: float, whose: tuple[int, str]
+) -> None:
+    """Fill `rows`, which begin with row `first` of a parameter of `shape`."""
+    each = max(1, _BLOCK // max(1, shape[1:].numel()))
+    generator = torch.Generator(rows.device)
+    for block in range(first // each, -(-(first + len(rows)) // each)):
+        start = block * each
+        text = f"{whose[0]}/{whose[1]}/{block}".encode()
+        generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
+        drawn = torch.empty(
+            (min(each, shape[0] - start), *shape[1:]), dtype=rows.dtype, device=rows.device
+        ).normal_(0, spread, generator=generator)
+        low, high = max(first, start), min(first + len(rows), start + len(drawn))
+        rows[low - first : high - first] = drawn[low - start : high - start]
 
 
 def build_optimizer(optim: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:

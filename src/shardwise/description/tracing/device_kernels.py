@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.description.model import KernelFact
 from shardwise.description.parameters import dtype_name
+from shardwise.description.tracing.op_costs import matmul_kernel
 from shardwise.description.tracing.torch_private import (
     efficient_attention,
     flash_attention,
@@ -51,6 +52,10 @@ _FULL_INSIDE = frozenset((
 ))  # fmt: skip
 
 
+# Recurrent networks that a GPU fuses, with the gates of a cell.
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
 class DeviceKernels(TorchFunctionMode):
     """Replaces what `device` fuses, and casts as autocast to `autocast` would; `note` is told the
     kernels that no operator stands for.
@@ -62,6 +67,7 @@ class DeviceKernels(TorchFunctionMode):
         super().__init__()
         self.device, self.autocast, self.note = device, autocast, note
         self._casts: dict[int, Tensor] = {}  # a parameter is cast once per forward
+        self.notes: tuple[str, ...] = ()
 
     def forget_casts(self) -> None:
         """As autocast does when its context ends: after forward, and after each recomputation."""
@@ -97,6 +103,10 @@ class DeviceKernels(TorchFunctionMode):
             args, kwargs = self._cast(name, args, kwargs)
         if name == "scaled_dot_product_attention":
             return self._attend(func, *args, **kwargs)
+        if name == "flex_attention":
+            return self._flex(*args, **kwargs)
+        if self.device == "cuda" and name in _GATES:
+            return self._recurrent(func, name, args, kwargs)
         if self.device == "cuda" and name == "rms_norm":
             return self._rms_norm(func, *args, **kwargs)
         if self.device == "cuda" and func is functional.dropout:
@@ -158,6 +168,40 @@ class DeviceKernels(TorchFunctionMode):
             )[0]
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)
 
+    def _flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any,
+        block_mask: Any,
+        scale: float | None = None,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Flex attention as a fused kernel over all pairs of a query and a key; it gives the sums
+        and the maxima of the scores too.
+        """
+        self.notes = ("Flex attention is counted over all pairs: a sparse mask takes less.",)
+        if query.shape[1] != key.shape[1]:
+            times = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
+        plain = functional.scaled_dot_product_attention
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return plain(query, key, value, scale=scale), rows, rows.clone()
+
+    def _recurrent(self, plain: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A recurrent network as cuDNN runs it: for each layer and direction one product of all
+        inputs, one small product for each step, and what backward needs in one reserve.
+        """
+        packed = len(args) > 2 and not isinstance(args[2], bool) and isinstance(args[1], Tensor)
+        if not args or kwargs or not args[0].is_meta or (packed and args[1].dim() == 1):
+            return plain(*args, **kwargs)
+        x, state, weights, _, layers, _, _, both_ways, batch_first = args
+        states = tuple(state) if isinstance(state, list | tuple) else (state,)
+        shape = (layers, 2 if both_ways else 1, batch_first)
+        made = _FusedRecurrent.apply(self.note, name, shape, len(states), x, *states, *weights)
+        return made
+
     def _rms_norm(
         self,
         plain: Any,
@@ -206,6 +250,49 @@ class _FusedRmsNorm(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _FusedRecurrent(torch.autograd.Function):
+    """cuDNN's: the output, and the last state of each layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, note: Any, name: str, shape: tuple[int, int, bool], count: int, *given: Tensor
+    ) -> Any:
+        x, states = given[0], given[1 : 1 + count]
+        layers, ways, batch_first = shape
+        hidden = states[0].shape[-1]
+        steps, batch = x.shape[:2] if not batch_first else (x.shape[1], x.shape[0])
+        gates = _GATES[name] * hidden
+        products = []
+        for layer in range(layers):
+            width = x.shape[-1] if layer == 0 else ways * hidden
+            products += [(steps * batch, width, ways), (batch, hidden, ways * steps)]
+        ctx.note, ctx.products, ctx.gates = note, products, gates
+        kept = layers * ways * steps * batch * (gates + hidden * (1 + count))
+        reserve = x.new_empty(kept)
+        ctx.save_for_backward(*given, reserve)
+        _note_products(note, products, gates, x.dtype, name, 1)
+        output = x.new_empty((*x.shape[:2], ways * hidden))
+        return (output, *(torch.empty_like(state) for state in states))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        given = ctx.saved_tensors[:-1]
+        _note_products(ctx.note, ctx.products, ctx.gates, given[0].dtype, "recurrent_backward", 2)
+        needed = ctx.needs_input_grad[4:]
+        grads = (torch.empty_like(t) if n else None for t, n in zip(given, needed, strict=True))
+        return (None, None, None, None, *grads)
+
+
+def _note_products(
+    note: Any, products: Any, gates: int, dtype: torch.dtype, op: str, times: int
+) -> None:
+    """Rows x width x gates, each `count` times; cuDNN issues one kernel for many steps, so that the
+    steps are one batch here.
+    """
+    for rows, width, count in products * times:
+        note(matmul_kernel(rows, gates, width, dtype, batch=count, op=op))
 
 
 def _moves(nbytes: int, dtype: torch.dtype, op: str) -> KernelFact:

@@ -54,6 +54,15 @@ def input_to_meta(value: Any) -> Any:
     return copied.requires_grad_() if value.requires_grad else copied
 
 
+def stop_caching(copied: nn.Module) -> tuple[str, ...]:
+    """Training keeps no cache of keys and values, and a recomputed block would fill it twice."""
+    config: Any = getattr(copied, "config", None)
+    if getattr(config, "use_cache", False) is not True:
+        return ()
+    config.use_cache = False
+    return ("The model's config says use_cache: training is described without that cache.",)
+
+
 def find_owners(
     model: nn.Module,
 ) -> tuple[Mapping[str, tuple[str, ...]], tuple[tuple[str, ...], ...]]:

@@ -113,6 +113,24 @@ def _bmm(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
     return matmul_kernel(a.shape[1], b.shape[2], a.shape[2], a.dtype, batch=a.shape[0], op=op)
 
 
+def _grouped_mm(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
+    """Products of groups of rows, as a mixture of experts has them: all rows take part once, the
+    groups' matrices are all read.
+    """
+    a, b = given["self"], given["mat2"]
+    moved = float(sum(_bytes(t) for t in (a, b, *outputs)))
+    groups = max((t.shape[0] for t in (a, b, *outputs) if t.dim() == 3), default=1)
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    if a.dim() == b.dim() == 2:  # the gradients of the matrices: rows are what is summed over
+        k = max(1, k // groups)
+    elif a.dim() == 2:
+        m = max(1, m // groups)
+    elif b.dim() == 2:
+        n = max(1, n // groups)
+    once = matmul_kernel(m, n, k, a.dtype, batch=groups, op=op)
+    return dataclasses.replace(once, bytes=moved)
+
+
 def _factors(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     for left, right in (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2")):
         if left in given and right in given:
@@ -190,6 +208,7 @@ _FORMULAS: dict[str, Formula] = {
     "aten::addmm": _mm,
     "aten::bmm": _bmm,
     "aten::baddbmm": _bmm,
+    "aten::_grouped_mm": _grouped_mm,
     "aten::convolution": _convolution,
     "aten::_convolution": _convolution,
     "aten::convolution_overrideable": _convolution,

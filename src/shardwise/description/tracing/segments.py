@@ -42,6 +42,7 @@ def describe_by(units: Sequence[UnitSpec], trace: ModelTrace, name: str) -> Mode
         buffer_bytes=trace.buffer_bytes,
         tied=trace.tied,
         without_gradient=trace.without_gradient,
+        notes=trace.notes,
     )
 
 

@@ -6,6 +6,9 @@ lies below. `tests/unit/test_torch_private.py` lists both, and tells whether a t
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -41,6 +44,7 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 
+_FLEX = "torch.nn.attention.flex_attention"
 _autograd = torch.autograd.Variable._execution_engine
 
 
@@ -50,6 +54,47 @@ def run_backward(scalar: Tensor) -> None:
         (scalar,), (torch.ones_like(scalar),), False, False, (),
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
+
+
+def loaded_compilers() -> int:
+    """How many of two have been imported, which takes seconds: if none, nothing is compiled."""
+    return sum(name in sys.modules for name in ("torch._dynamo", _FLEX))
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compiled parts of a model run as they were written, and flex attention asks the modes alone
+    (`DeviceKernels` answers it). Without it a trace would see a graph's kernels, or an error.
+    """
+    if not loaded_compilers():
+        yield
+        return
+    flex, check = sys.modules.get(_FLEX), "_validate_device"  # refuses the meta device
+    known = getattr(flex, check, None)
+    if known is not None:
+        setattr(flex, check, lambda *_: None)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        if known is not None:
+            setattr(flex, check, known)
+
+
+@contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Transformers looks at the positions' values for several sequences packed into one, before
+    every mask. Without it none of its models could be traced on the meta device.
+    """
+    masks, look = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    known = getattr(masks, look, None)
+    if known is not None:
+        setattr(masks, look, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if known is not None:
+            setattr(masks, look, known)
 
 
 # Measuring: of the rooms above

@@ -1,8 +1,9 @@
 """Running a module once on the meta device, forward and backward, and writing down what happens.
 
-Nothing is computed and nothing is allocated: the meta device knows shapes only. What is written
-down, in order: every kernel, every storage that comes and goes, every tensor that autograd keeps,
-and in which module each happened. `segments.py` makes a description of it for any choice of units.
+Nothing is computed and nothing is allocated: the meta device knows shapes only. A model that reads
+values runs for real instead (`real_run.py`). What is written down, in order: every kernel, every
+storage that comes and goes, every tensor that autograd keeps, and in which module each happened.
+`segments.py` makes a description of it for any choice of units.
 
 A backward operator belongs where its forward was: autograd numbers its nodes as forward makes
 them, so a node's number tells the moment of forward that it came from.
@@ -11,10 +12,11 @@ them, so a node's number tells the moment of forward that it came from.
 from __future__ import annotations
 
 import bisect
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,20 +24,38 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.description.model import KernelFact
+from shardwise.description.parameters import dtype_name
 from shardwise.description.tracing.device_kernels import DeviceKernels
 from shardwise.description.tracing.known_results import KnownResults
-from shardwise.description.tracing.meta_copy import copy_to_meta, find_owners, hook, input_to_meta
+from shardwise.description.tracing.meta_copy import (
+    copy_to_meta,
+    find_owners,
+    hook,
+    input_to_meta,
+    stop_caching,
+)
+from shardwise.description.tracing.real_run import (
+    check_fits,
+    choose_device,
+    copy_with_values,
+    tell,
+    with_values,
+)
 from shardwise.description.tracing.torch_private import (
     TorchDispatchMode,
     current_node,
+    loaded_compilers,
     next_node_number,
     node_number,
     pytree,
     run_backward,
     storage_id,
+    uncompiled,
+    whole_sequences,
 )
 from shardwise.errors import UserError
 
+TRACE_ON = ("auto", "meta", "cpu", "cuda")
 Phase = Literal["forward", "recompute", "backward"]
 What = Literal["kernel", "alloc", "free", "save", "enter", "leave"]
 
@@ -70,6 +90,21 @@ class ModelTrace:
     tied: tuple[tuple[str, ...], ...]
     input_bytes: int
     buffer_bytes: int
+    notes: tuple[str, ...] = ()  # what the reader should know of how it was made
+    real: bool = False  # made while the model ran for real
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """How a module is run; see `trace_module`."""
+
+    loss: Callable[..., Tensor] | None
+    device: str
+    autocast: torch.dtype | None
+    dtype: torch.dtype | None
+    casts: tuple[str, ...]
+    checkpoint: tuple[str, ...]
+    reentrant: bool
 
 
 def trace_module(
@@ -84,59 +119,149 @@ def trace_module(
     casts: tuple[str, ...] = (),
     checkpoint: tuple[str, ...] = (),
     reentrant: bool = False,
+    trace_on: str = "auto",
+    build: Callable[[], nn.Module] | None = None,
 ) -> ModelTrace:
     """Copy the model to the meta device, run forward, the loss and backward there, and tell.
 
     loss: `loss(model, *args, **kwargs)` gives the scalar to start backward from; without it, it is
-        the model's output if that is a scalar, its `.loss` if it has one, else its output's sum.
+        the model's output if that is a scalar, its `.loss` if it has one, else the mean of its
+        float tensors.
     device: whose fused kernels to take, "cuda" or "cpu". autocast: the name of a dtype.
     compute_dtype: parameters are cast to it, and the inputs of the modules `casts` too, as the
         engine does.
     checkpoint: modules to run under activation checkpointing, beside what the model does itself.
+    trace_on: "meta"; "cpu" or "cuda" to run a copy there for real; "auto": for real only if the
+        meta device will not do, on a GPU if there is one. build: gives the model with values,
+        for such a run of a model that has none.
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device is {device!r}, expected 'cuda' or 'cpu'")
+    if trace_on not in TRACE_ON:
+        raise ValueError(f"trace_on is {trace_on!r}, expected one of {TRACE_ON}")
     dtype = _dtype_named(compute_dtype, "compute_dtype")
+    setting = _Setting(
+        loss, device, _dtype_named(autocast, "autocast"), dtype, casts, checkpoint, reentrant
+    )
+    name, given = type(model).__name__, (tuple(args), dict(kwargs or {}))
+    if loss is None:
+        check_arguments(model, *given)
+    notes: tuple[str, ...] = ()
+    if trace_on in ("auto", "meta"):
+        try:
+            return _trace_on_meta(model, given, setting)
+        except UserError:
+            raise
+        except Exception as error:
+            if trace_on == "meta":
+                raise UserError(
+                    f"{name} cannot be described on the meta device: {tell(error)}. Its forward "
+                    "reads values (.item(), a branch on a tensor, nonzero, numpy) or makes tensors "
+                    "on a fixed device: let it run for real (trace_on='auto', --trace-on auto)"
+                ) from error
+            notes = (f"{name} cannot run on the meta device ({tell(error)}).",)
+    where = choose_device(trace_on)
+    try:
+        valued = model
+        if build is not None and any(p.is_meta for p in model.parameters()):
+            check_fits(model, dtype, where)
+            valued = build()
+        copied = copy_with_values(valued, dtype, where)
+        real = pytree.tree_map(lambda value: with_values(value, where), given)
+        notes += (f"{name} was traced in a real run of one micro-batch on {where}.",)
+        return replace(_trace(model, copied, real, setting, notes), real=True)
+    except UserError as error:
+        raise UserError(" ".join((*notes[:1], str(error)))) from error
+    except Exception as error:
+        raise UserError(
+            f"{name} does not run on the example inputs ({_show_inputs(given)}): {tell(error)}"
+        ) from error
+
+
+def _trace_on_meta(
+    model: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], setting: _Setting
+) -> ModelTrace:
+    """Once more if forward has just imported the compiler, which `uncompiled` knew nothing of."""
+    before = loaded_compilers()
+
+    def attempt() -> ModelTrace:
+        copied = copy_to_meta(model, setting.dtype)
+        return _trace(model, copied, pytree.tree_map(input_to_meta, given), setting)
+
+    try:
+        return attempt()
+    except Exception:
+        if loaded_compilers() == before:
+            raise
+    return attempt()
+
+
+def _trace(
+    model: nn.Module,
+    copied: nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    setting: _Setting,
+    notes: tuple[str, ...] = (),
+) -> ModelTrace:
+    """Run `copied`, which nobody else uses, and write it down by the names of `model`."""
     owners, tied = find_owners(model)
-    copied = copy_to_meta(model, dtype)
-    meta_args, meta_kwargs = pytree.tree_map(input_to_meta, (tuple(args), dict(kwargs or {})))
+    notes += stop_caching(copied)
     recorder = Recorder()
     tensors = [*copied.parameters(), *copied.buffers()]
-    given = [t for t in pytree.tree_leaves((meta_args, meta_kwargs)) if isinstance(t, Tensor)]
-    recorder.know([*tensors, *given])
-    cast_to = _dtype_named(autocast, "autocast")
-    kernels = DeviceKernels(device, cast_to, recorder.note_kernel)
-    hook(copied, recorder, casts, dtype, checkpoint, reentrant)
-    try:
-        with recorder.recording(), kernels.active():
-            with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
-                if loss is not None:
-                    scalar = loss(copied, *meta_args, **meta_kwargs)
-                else:
-                    scalar = _find_loss(copied(*meta_args, **meta_kwargs))
-            kernels.forget_casts()
-            recorder.in_backward, recorder.after_recompute = True, kernels.forget_casts
-            run_backward(scalar)
-    except (NotImplementedError, RuntimeError) as error:
-        if not _needs_values(error):
-            raise
-        raise UserError(
-            f"{type(model).__name__} cannot be described on the meta device: {error}. Its forward "
-            "reads values (.item(), a branch on a tensor) or makes tensors on a fixed device; "
-            "describe it with inputs that avoid that branch, or describe the blocks it is made of"
-        ) from error
+    inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    recorder.know([*tensors, *inputs])
+    kernels = DeviceKernels(setting.device, setting.autocast, recorder.note_kernel)
+    hook(copied, recorder, setting.casts, setting.dtype, setting.checkpoint, setting.reentrant)
+    args, kwargs = given
+    with uncompiled(), whole_sequences(), recorder.recording(), kernels.active():
+        with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
+            if setting.loss is not None:
+                scalar = _check_loss(setting.loss(copied, *args, **kwargs))
+            else:
+                scalar, said = _find_loss(copied(*args, **kwargs))
+                notes += said
+        kernels.forget_casts()
+        recorder.in_backward, recorder.after_recompute = True, kernels.forget_casts
+        run_backward(scalar)
     return ModelTrace(
         events=tuple(recorder.events),
         gradients=frozenset(recorder.gradients),
         without_gradient=tuple(
-            name for name, p in copied.named_parameters() if p.requires_grad and p.grad is None
+            name
+            for name, p in copied.named_parameters()
+            if p.requires_grad and id(p) not in recorder.received
         ),
         inputs=frozenset(recorder.known),
         owners=owners,
         tied=tied,
-        input_bytes=sum(t.nbytes for t in given),
+        input_bytes=sum(t.nbytes for t in inputs),
         buffer_bytes=sum(b.nbytes for b in copied.buffers()),
+        notes=notes + kernels.notes,
     )
+
+
+def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Error if forward does not take these arguments."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"the forward of {type(model).__name__} takes {inspect.signature(model.forward)}, and "
+            f"the example inputs are {_show_inputs((args, kwargs))}: {error}. What only the loss "
+            "needs is made in the loss"
+        ) from error
+    except ValueError:
+        return  # a forward without a signature
+
+
+def _show_inputs(given: tuple[tuple[Any, ...], dict[str, Any]]) -> str:
+    def show(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{dtype_name(value.dtype)}{list(value.shape)}".replace(" ", "")
+        return f"{value!r:.40}"
+
+    args, kwargs = given
+    return ", ".join([*map(show, args), *(f"{key}={show(v)}" for key, v in kwargs.items())])
 
 
 class Recorder(TorchDispatchMode):
@@ -147,6 +272,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[TraceEvent] = []
         self.known: set[int] = set()
         self.gradients: set[int] = set()
+        self.received: set[int] = set()  # parameters that got one
         self.stack: list[str] = []
         self._names: tuple[str, ...] = ()
         self._storages: dict[int, int] = {}  # address of a live storage -> its number
@@ -197,6 +323,7 @@ class Recorder(TorchDispatchMode):
     def note_gradient(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         self.gradients.add(self._meet(parameter.grad))
+        self.received.add(id(parameter))
 
     def enter(self, name: str, given: Any) -> None:
         self.stack.append(name)
@@ -285,19 +412,24 @@ def _total_bytes(value: Any) -> int:
     return sum(sizes.values())
 
 
-def _needs_values(error: Exception) -> bool:
-    """The module asked for what a meta tensor does not have."""
-    signs = ("meta tensor", "on meta", "meta device", "device meta", "meta and ", "and meta")
-    return any(sign in str(error) for sign in signs) and "recompute" not in str(error).lower()
+def _check_loss(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    got = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        got = f"a tensor of shape {tuple(loss.shape)}" + " without gradient" * (
+            not loss.requires_grad
+        )
+    raise UserError(f"the loss gave {got}, expected one number with a gradient")
 
 
-def _find_loss(output: Any) -> Tensor:
-    """What to start backward from: see `trace_module`."""
+def _find_loss(output: Any) -> tuple[Tensor, tuple[str, ...]]:
+    """What to start backward from, see `trace_module`; and a word on it where it was guessed."""
     named = getattr(output, "loss", None)
-    if isinstance(named, Tensor) and named.dim() == 0:
-        return named
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-        return output["loss"]
+    if named is None and isinstance(output, Mapping):
+        named = output.get("loss")
+    if isinstance(named, Tensor) and named.numel() == 1 and named.requires_grad:
+        return named, ()
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise UserError(
@@ -305,8 +437,8 @@ def _find_loss(output: Any) -> Tensor:
             "parameter frozen, or does forward run under no_grad?"
         )
     if len(leaves) == 1 and leaves[0].dim() == 0:
-        return leaves[0]
-    total = leaves[0].sum()
+        return leaves[0], ()
+    total = leaves[0].mean()
     for tensor in leaves[1:]:
-        total = total + tensor.sum()
-    return total
+        total = total + tensor.mean()
+    return total, ("The loss is taken to be the mean of the output: loss=, --loss gives another.",)

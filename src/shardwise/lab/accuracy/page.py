@@ -16,10 +16,10 @@ from shardwise.timeline import Timeline
 _HEAD = """\
 # How well the planner predicts
 
-Written by `shardwise bench accuracy`; do not edit. Predictions of seeds (the documents that
-[exercises.md](exercises.md) names) use nothing of the figures they are compared with: one GPU's
-micro-batch times, cluster constants with their sources (`src/shardwise/description/clusters`), and
-the models' sizes.
+Written by `shardwise bench accuracy`; do not edit. Predictions of what others reported
+(the documents that [exercises.md](exercises.md) names) use nothing of the figures they are compared
+with: one GPU's micro-batch times, cluster constants with their sources
+(`src/shardwise/description/clusters`), and the models' sizes.
 
 **`shardwise plan`** predicts from a cluster file. The first two lines below say how well it does so
 with the packaged `h200x8-measured`, for the 17 configurations that were measured on an H200:
@@ -47,7 +47,7 @@ the document gives no shape or batch.
 # The sections of the page, by the group of their rows.
 _GROUPS = {
     "shipped": "`shardwise plan` from a packaged cluster file",
-    "seed": "Seeds",
+    "seed": "Reported by others",
     "gloo": "Two real ranks over gloo",
     "held-out": "Kernels replayed on one GPU, emulated network, held-out",
     "build": "Kernels replayed on one GPU, emulated network, build",
@@ -175,7 +175,7 @@ def write_page(path: Path, results: dict[str, Any], *others: dict[str, Any]) -> 
 
 def _part_of(row: Row) -> str:
     if "seed" in row:
-        return "Seeds (simulated)"
+        return "Reported by others (simulated)"
     return "Two gloo ranks" if row.get("set") == "gloo" else "One GPU"
 
 

@@ -26,10 +26,10 @@ from shardwise.profiling.results import Row
 from shardwise.timeline import Timeline
 
 FFN_NOTE = (
-    "Seed 000: what goes in is one GPU's time of a micro-batch of 1 and of 2 sequences, "
-    f"{MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 (`shardwise "
-    "bench ffn`, `ffn-h200.json`); the document's steps ran on H100s. Other days gave 659.6 to 665 "
-    "and 1,317 to 1,323 ms, so the claim is 1 to 2 %, not these rows' tenths."
+    "The delayed all-reduce: what goes in is one GPU's time of a micro-batch of 1 and of 2 "
+    f"sequences, {MICRO_BATCH_S[1] * 1e3:,.1f} and {MICRO_BATCH_S[2] * 1e3:,.1f} ms on an H200 "
+    "(`shardwise bench ffn`, `ffn-h200.json`); the document's steps ran on H100s. Other days gave "
+    "659.6 to 665 and 1,317 to 1,323 ms, so the claim is 1 to 2 %, not these rows' tenths."
 )
 FFN_MODES = {"hsdp, delayed": "delayed", "hsdp": "hsdp", "fsdp": "fsdp"}
 
@@ -87,7 +87,7 @@ QWEN = Preset(
     tied=True,
 )  # fmt: skip
 OPTIMIZER_NOTE = (
-    "Seed 001: what sharding the optimizer saves of a rank's peak, everything in fp32. The "
+    "Grouped FSDP: what sharding the optimizer saves of a rank's peak, everything in fp32. The "
     "document gives neither dtype nor shape, and its framework updates out of place, which is not "
     "modelled. Its step times are not predicted: they depend on both."
 )
@@ -152,7 +152,7 @@ VARIANTS = {
     ),
 }
 GRAPH_NOTE = (
-    "Seed 002: the document states 385 ms, 358 ms and 16.78 GB. Of the other rows it gives "
+    "Capped buckets: the document states 385 ms, 358 ms and 16.78 GB. Of the other rows it gives "
     "differences: the window alone is worth 20 ms, the cap costs 5.9 ms for 4.3 GB, the original "
     "order 62.8 ms more for 1.3 GB. (They do not fit each other: 12.1 % above 368 ms is a base of "
     "412.5 ms, 20 ms that are 4.6 % mean one of 435.) Batch and bucket size are not in it: 2 "

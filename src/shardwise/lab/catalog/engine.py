@@ -112,7 +112,7 @@ ACCURACY = Benchmark(
     (
         JSON,
         PLOT,
-        list_names("--cases", "case", ("seeds", "shipped", "gloo", "h200")),
+        list_names("--cases", "case", ("reported", "shipped", "gloo", "h200")),
         flag("--simulated", "only what needs no accelerator and no other rank"),
         file("--docs", "write the page of results here"),
         Option("--beside", {"type": Path, "nargs": "*", "default": [], "metavar": "FILE",
@@ -127,8 +127,8 @@ ACCURACY = Benchmark(
     ),
     """\
 parts:
-  seeds   no hardware: figures that others measured (an HSDP step on 4 GPUs, optimizer sharding on
-          8, a graph-level schedule on 128), predicted from cluster constants with their sources
+  reported  no hardware: figures that others measured (an HSDP step on 4 GPUs, optimizer sharding
+          on 8, a graph-level schedule on 128), predicted from cluster constants with their sources
   shipped no hardware: the GPU's configurations that a file of --beside has measurements of, as
           `shardwise plan` predicts them: from a packaged cluster file (--cluster) and nothing of
           the run they are compared with
