@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise import processor
 
 if TYPE_CHECKING:
+    from shardwise.calibration.search import plan, search
     from shardwise.checkpoint import CheckpointError, save
     from shardwise.engine.api import exposed_seconds, local, shard
     from shardwise.engine.clip import clip_grad_norm
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from shardwise.interchange import load
     from shardwise.planning.plan import Plan
     from shardwise.predict.describe import describe
-    from shardwise.predict.search import plan, search
     from shardwise.predict.simulate import simulate
     from shardwise.profiling.collect import profile
     from shardwise.reporting.report import report
@@ -60,14 +60,14 @@ _HOMES = {
     "local": "engine.api",
     "materialize": "engine.state",
     "microbatches": "engine.engine",
-    "plan": "predict.search",
+    "plan": "calibration.search",
     "profile": "profiling.collect",
     "record": "engine.collectives",
     "register_fsdp_forward_method": "fsdp2",
     "replace_torch_fully_shard": "fsdp2",
     "report": "reporting.report",
     "save": "checkpoint",
-    "search": "predict.search",
+    "search": "calibration.search",
     "shard": "engine.api",
     "sharded_step": "engine.grouped_step",
     "share_comm_ctx": "fsdp2",

@@ -143,6 +143,11 @@ def add_parser(subparsers: Any) -> None:
         default="auto",
         help="where the model is traced; auto: on the meta device, for real if it reads values",
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="try the best plans here, some steps each, and rank by what they take",
+    )
     parser.add_argument("--exercise", metavar="NAME", help="a worked example; `list` names them")
     parser.set_defaults(command=plan)
 
@@ -191,6 +196,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     asked = (
         "model", "cluster", "world", "tokens", "sequence", "compute_dtype", "reduce_dtype",
         "budget_gb", "micro_batches", "samples", "inputs", "loss", "trace_on",
+        "measure",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in asked}
     return Question(**given, strategies=strategies)
@@ -213,7 +219,8 @@ def _details(candidate: Candidate) -> str:
     again = "" if candidate.workload.checkpoint == "none" else "recompute, "
     parts = candidate.breakdown
     lost = f"exposed {candidate.exposed_ms:.1f}, contention {parts.contention / 1e6:.1f}, "
-    return f"{again}{candidate.show_settings()}; {lost}host {parts.host_idle / 1e6:.1f} ms"
+    host = f"host {parts.host_idle / 1e6:.1f} ms"
+    return f"{again}{candidate.show_settings()}; {lost}{host}; {candidate.show_basis()}"
 
 
 def lay_table(ranking: Ranking, top: int, width: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from shardwise.checked import Bound, check_bounds
@@ -45,6 +46,7 @@ class Question:
     inputs: str | None = None
     loss: str | None = None
     trace_on: str = "auto"
+    measure: bool = False
 
     def __post_init__(self) -> None:
         from shardwise.planning.plan import DTYPES
@@ -200,7 +202,7 @@ class Question:
         )
 
     def answer(self) -> Ranking:
-        from shardwise.predict.search import search
+        from shardwise.calibration.search import search
 
         cluster, world, workload = self.check()
         try:
@@ -213,9 +215,11 @@ class Question:
                 compute_dtype=self.compute_dtype,
                 reduce_dtype=self.reduce_dtype,
                 strategies=self.strategies,
-                inputs=self.example(),
+                inputs=self.inputs if self.measure else self.example(),
                 loss=self.load_loss(),
                 trace_on=self.trace_on,
+                measure=self.measure,
+                tell=lambda text: print(f"  {text}", file=sys.stderr, flush=True),
             )
         except ValueError as error:
             raise UserError(f"{self.model} on {self.cluster}: {error}") from error
@@ -224,7 +228,7 @@ class Question:
 def _types_by_key() -> dict[str, Any]:
     """What --what-if can change beside the links: int, float or str, each by its key."""
     hints = get_type_hints(Question)
-    del hints["links"], hints["strategies"]
+    del hints["links"], hints["strategies"], hints["measure"]
     return {name: (*get_args(hint), hint)[0] for name, hint in hints.items()}
 
 

@@ -94,7 +94,7 @@ def trace_model(
     build: Callable[[], nn.Module] | None = None,
 ) -> ModelTrace:
     """Trace one micro-batch; see `describe` for the arguments, and `trace_module` for `build`."""
-    args, kwargs = _as_arguments(model, inputs)
+    args, kwargs = as_arguments(model, inputs)
     if isinstance(inputs, Workload):
         autocast = autocast or inputs.autocast
         checkpoint = checkpoint or inputs.checkpoint
@@ -269,7 +269,7 @@ def _checkpointed(
     return tuple(checkpoint), False
 
 
-def _as_arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments. Of a workload: tokens and targets, in the places where the
     model's forward takes them.
     """

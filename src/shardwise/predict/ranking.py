@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import MIB
@@ -16,6 +17,20 @@ GB = 1e9
 # Peaks are predicted to within 3 % (docs/accuracy.md): a plan must fit with that much to spare.
 MEMORY_MARGIN = 0.03
 WORTH = 0.003  # a setting that saves less than this share of the step is left at its default
+
+
+# What a step took over what was predicted of it, least and most, by what the prediction rests on.
+# Rates that were measured on such a device: the project's own cases and six models of others, on an
+# H200 (docs/accuracy.md). Data sheets: published runs of Llama-3 8B on H100s.
+LIKE_IT, SHEETS = (0.75, 1.5), (0.85, 1.8)
+
+
+def basis_of(cluster: Cluster) -> tuple[str, float, float]:
+    """What predictions on this cluster rest on, and the range around one."""
+    sources = dict(cluster.sources)
+    if sources.get("device.kernel_s", "").startswith("measured by shardwise calibrate"):
+        return f"predicted from what was measured on {cluster.device.name}", *LIKE_IT
+    return "predicted from data sheets", *SHEETS
 
 
 def show_gb(nbytes: float) -> str:
@@ -30,19 +45,38 @@ def title_of(plan: Plan, workload: Workload) -> str:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What some steps of a Plan took on this machine."""
+
+    step_ms: float  # the median
+    spread_ms: float  # interquartile
+    host_ms: float  # until the host had issued the step
+    peak_bytes: int
+    reserved_bytes: int | None  # from the device; None on a host
+    how: str  # in words
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A Plan with its workload and what it is predicted to cost."""
+    """A Plan with its workload and what it costs: as predicted, or as measured in a trial."""
 
     plan: Plan  # resolved
     workload: Workload
     step_ms: float
     peak_bytes: int
     limit_bytes: float
-    breakdown: Breakdown
+    breakdown: Breakdown  # as predicted
     tokens_per_s: float
+    basis: str = ""  # what the step's time rests on
+    range_ms: tuple[float, float] | None = None  # which it is said to lie in
+    predicted_ms: float | None = None  # where something was measured since
+    trial: Trial | None = None
 
     @classmethod
-    def of(cls, plan: Plan, workload: Workload, timeline: Timeline, limit: float) -> Candidate:
+    def of(
+        cls, plan: Plan, workload: Workload, timeline: Timeline, limit: float, cluster: Cluster
+    ) -> Candidate:
+        basis, low, high = basis_of(cluster)
         return cls(
             plan,
             workload,
@@ -51,6 +85,8 @@ class Candidate:
             limit,
             timeline.breakdown(),
             workload.tokens_on(plan.mesh) / (timeline.step_ms / 1e3),
+            basis,
+            (timeline.step_ms * low, timeline.step_ms * high),
         )
 
     @property
@@ -95,6 +131,15 @@ class Candidate:
                 f"buckets of {size / (MIB if large else 1024):.0f} {'MiB' if large else 'KiB'}"
             )
         return ", ".join(words) or "defaults"
+
+    def show_basis(self) -> str:
+        """What the time rests on, and the range that it is said to lie in."""
+        words = self.basis
+        if self.trial is not None:
+            words += f" ({self.trial.how}, predicted {self.predicted_ms:.1f} ms)"
+        if self.range_ms is not None:
+            words += ", {:.1f} to {:.1f} ms".format(*self.range_ms)
+        return words
 
     def explain(self) -> str:
         """In sentences: time, memory, and where the step goes."""

@@ -242,7 +242,7 @@ class _Search:
         timeline = simulate(
             resolved, description, self.cluster, workload, costs=self.costs, options=self.options
         )
-        self.found[key] = Candidate.of(resolved, workload, timeline, self.limit)
+        self.found[key] = Candidate.of(resolved, workload, timeline, self.limit, self.cluster)
         return self.found[key]
 
     def _peak(self, plan: Plan, description: ModelDescription, workload: Workload) -> int:

@@ -218,7 +218,7 @@ def _trace(
             if setting.loss is not None:
                 scalar = _check_loss(setting.loss(copied, *args, **kwargs))
             else:
-                scalar, said = _find_loss(copied(*args, **kwargs))
+                scalar, said = find_loss(copied(*args, **kwargs))
                 notes += said
         kernels.forget_casts()
         recorder.in_backward, recorder.after_recompute = True, kernels.forget_casts
@@ -423,7 +423,7 @@ def _check_loss(loss: Any) -> Tensor:
     raise UserError(f"the loss gave {got}, expected one number with a gradient")
 
 
-def _find_loss(output: Any) -> tuple[Tensor, tuple[str, ...]]:
+def find_loss(output: Any) -> tuple[Tensor, tuple[str, ...]]:
     """What to start backward from, see `trace_module`; and a word on it where it was guessed."""
     named = getattr(output, "loss", None)
     if named is None and isinstance(output, Mapping):

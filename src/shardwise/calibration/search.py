@@ -1,0 +1,205 @@
+"""`search` and `plan` as users call them: by prediction, and with `measure=True` by trials of the
+best on this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.calibration.trial import Program, can_try, try_plan
+from shardwise.description.cluster import Cluster
+from shardwise.description.model import ModelDescription
+from shardwise.errors import UserError
+from shardwise.planning.plan import Plan
+from shardwise.predict import search as predicted
+from shardwise.predict.ranking import Candidate, Ranking, Trial
+from shardwise.predict.sources import as_example, as_source
+from shardwise.profiling.timing import describe_environment
+
+TRIED = 4  # strategies, the best Plan of each
+MORE = 2  # Plans that are tried because of what was learnt of these
+MEASURED = 0.05  # of the step: what a later run may differ by
+LEARNT = 0.15  # and one of the same strategy with other settings
+Tell = Callable[[str], None]
+
+
+def search(
+    model: nn.Module | ModelDescription | str,
+    cluster: Cluster,
+    workload: Any = None,
+    budget_gb: float | None = None,
+    *,
+    measure: bool = False,
+    tell: Tell = lambda text: None,
+    **settings: Any,
+) -> Ranking:
+    """Rank Plans of `model` for `workload` on ranks of `cluster`, the fastest first.
+
+    With `measure` some steps of the best of each strategy run here: on a GPU one rank, with the
+    cluster's network emulated; on a CPU all ranks. Those are ranked by what they took, and the
+    others by their predictions, corrected by it. A trial takes seconds and is remembered, by
+    machine, model and Plan. `tell` is called with what is tried next.
+    """
+    ranking = predicted.search(model, cluster, workload, budget_gb, **settings)
+    if not measure or not ranking:
+        return ranking
+    if isinstance(model, ModelDescription):
+        raise UserError("measure=True runs the model: give it, not its description")
+    program = Program(model, settings.get("inputs"), settings.get("loss"))
+    if workload is not None and not hasattr(workload, "micro_batch"):
+        program = dataclasses.replace(program, inputs=workload)
+    return measured(ranking, program, cluster, tell, settings.get("trace_on", "auto"))
+
+
+search.__doc__ = f"{search.__doc__}\n    The other settings are those of a prediction:\n\n" + (
+    predicted.search.__doc__ or ""
+)
+
+
+def plan(
+    model: nn.Module | ModelDescription | str,
+    cluster: Cluster,
+    workload: Any = None,
+    budget_gb: float | None = None,
+    **settings: Any,
+) -> Plan:
+    """The fastest Plan that fits, resolved: the first that `search` gives. It keeps the workload's
+    tokens, but may ask for other micro-batches; `search` says which.
+    """
+    ranking = search(model, cluster, workload, budget_gb, **settings)
+    if not ranking:
+        raise ValueError(ranking.explain())
+    best: Plan = ranking[0].plan
+    return best
+
+
+def measured(
+    ranking: Ranking, program: Program, cluster: Cluster, tell: Tell, trace_on: str = "auto"
+) -> Ranking:
+    """The same Plans by what the best of them took here."""
+    why = can_try(cluster, ranking[0].plan.world)
+    if why:
+        note = f"nothing was measured: {why}"
+        return dataclasses.replace(ranking, notes=(*ranking.notes, note))
+    notes: list[str] = []
+    known = _Remembered(program, cluster, trace_on)
+    tried: dict[int, Trial] = {}
+    failed: set[int] = set()
+
+    def run(candidate: Candidate) -> None:
+        trial = known.find(candidate)
+        if trial is None:
+            tell(f"trying {candidate.title}")
+            try:
+                trial = try_plan(program, candidate.plan, candidate.workload, cluster)
+            except UserError as error:
+                notes.append(f"{candidate.title} was not tried: {error}")
+                failed.add(id(candidate))
+                return
+            known.keep(candidate, trial)
+        tried[id(candidate)] = trial
+
+    for candidate in ranking.best_of_each()[:TRIED]:
+        run(candidate)
+    found = _corrected(ranking, tried)
+    for _ in range(MORE):
+        first = next(c for c, _ in found if id(c) not in failed)
+        if not tried or id(first) in tried:
+            break
+        run(first)  # what was learnt of the others puts it first
+        found = _corrected(ranking, tried)
+    return dataclasses.replace(
+        ranking,
+        candidates=tuple(better for _, better in found),
+        notes=(*ranking.notes, *notes),
+    )
+
+
+def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidate, Candidate]]:
+    """Each candidate, and the same with what is known of its time by now: the fastest first."""
+    ratios: dict[str, list[float]] = {}
+    for c in ranking:
+        if id(c) in tried:
+            ratios.setdefault(c.plan.title, []).append(tried[id(c)].step_ms / c.step_ms)
+    every = sorted(ratio for each in ratios.values() for ratio in each)
+    if not every:
+        return [(c, c) for c in ranking]
+    made = []
+    for c in ranking:
+        trial = tried.get(id(c))
+        if trial is not None:
+            better = dataclasses.replace(
+                c, peak_bytes=trial.peak_bytes, trial=trial, basis="measured here",
+                range_ms=_around(trial),
+            )  # fmt: skip
+            step_ms = trial.step_ms
+        else:
+            own = ratios.get(c.plan.title)
+            step_ms = c.step_ms * statistics.median(own or every)
+            spread = every if own is None else [own[0] * (1 - LEARNT), own[-1] * (1 + LEARNT)]
+            better = dataclasses.replace(
+                c, basis="predicted, corrected by what was measured here",
+                range_ms=(c.step_ms * min(spread), c.step_ms * max(spread)),
+            )  # fmt: skip
+        rate = c.tokens_per_s * c.step_ms / step_ms
+        better = dataclasses.replace(
+            better, step_ms=step_ms, tokens_per_s=rate, predicted_ms=c.step_ms
+        )
+        made.append((c, better))
+    return sorted(made, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes))
+
+
+def _around(trial: Trial) -> tuple[float, float]:
+    more = max(MEASURED * trial.step_ms, trial.spread_ms)
+    return trial.step_ms - more, trial.step_ms + more
+
+
+class _Remembered:
+    """Trials of this machine, in a file of the user's cache; by all that they depend on."""
+
+    def __init__(self, program: Program, cluster: Cluster, trace_on: str) -> None:
+        facts = describe_environment()
+        self._machine = [facts[name] for name in ("commit", "torch", "cpu", "cores", "gpu")]
+        self._program, self._cluster, self._trace_on = program, cluster, trace_on
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self._folder = Path(root) / "shardwise" / "trials"
+
+    def _file(self, candidate: Candidate) -> Path:
+        """Named by a digest; a model counts by what was traced of it."""
+        loss = self._program.loss
+        source = as_source(
+            self._program.model,
+            candidate.workload,
+            inputs=as_example(self._program.inputs, self._program.model),
+            loss=None if isinstance(loss, str) else loss,
+            trace_on=self._trace_on,
+            device="cpu" if self._cluster.host.communicates else "cuda",
+        )
+        resolved, described = source.at(candidate.plan, candidate.workload)
+        text = repr((self._machine, self._cluster, candidate.workload, resolved, described.units))
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+    def find(self, candidate: Candidate) -> Trial | None:
+        try:
+            return Trial(**json.loads(self._file(candidate).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def keep(self, candidate: Candidate, trial: Trial) -> None:
+        file = self._file(candidate)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_suffix(f".{os.getpid()}")
+            new.write_text(json.dumps(dataclasses.asdict(trial)), encoding="utf-8")
+            new.replace(file)
+        except OSError:
+            pass  # it is only measured again then
