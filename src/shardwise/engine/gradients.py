@@ -91,8 +91,8 @@ class Gradients:
         """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
         (torch keeps pinned memory that is given back, so that taking it again costs nothing.)
         """
+        filling = self._filling if self.sums_as_reduced else None
         if self.offload is None:
-            filling = self._filling if self.sums_as_reduced else None
             sums = self._empty(self._dtype) if filling is None else filling.slot
         else:
             pin = self.offload.pin_memory
@@ -101,7 +101,7 @@ class Gradients:
             marks.on.buffer(self, sums.data_ptr(), sums.nbytes)
         self.sums = sums
         self.flat = sums[: self.layout.shard_numel] if self.counts else sums
-        self.locals = self._views_of(self.flat)
+        self.locals = self._views_of(self.flat) if filling is None else filling.views
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(self.shard_numel, dtype=dtype, device=self.mesh.device)
@@ -268,7 +268,7 @@ class Gradients:
             return
         if self._filling is None:
             self._filling = self._make_filling(self._empty(self.reduce_dtype))
-        self._filling.take(self._numbers[id(shown)], grad)
+        self._filling.take({self._numbers[id(shown)]: grad})
         shown.grad = None
 
     def _make_filling(self, slot: torch.Tensor) -> Filling:
@@ -281,10 +281,10 @@ class Gradients:
         filling, self._filling = self._filling, None
         if filling is None:
             filling = self._make_filling(self._empty(self.reduce_dtype) if into is None else into)
-        for i, shown in enumerate(self.shown):
-            if shown.grad is not None:
-                filling.take(i, shown.grad)
-                shown.grad = None
+        rest = {i: shown.grad for i, shown in enumerate(self.shown) if shown.grad is not None}
+        filling.take(rest)
+        for i in rest:
+            self.shown[i].grad = None
         missing = frozenset(range(len(self.shown))) - filling.placed
         for i in missing:
             filling.views[i].zero_()
@@ -360,13 +360,16 @@ class Filling:
         self.placed: set[int] = set()
 
     @torch.no_grad()
-    def take(self, i: int, gradient: torch.Tensor) -> None:
-        """Copy the i-th gradient to its place; one that comes again is added."""
-        if i in self.placed:
-            self.views[i].add_(gradient)
-        else:
-            self.views[i].copy_(gradient)
-            self.placed.add(i)
+    def take(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Copy gradients to their places; one that comes again is added."""
+        again = gradients.keys() & self.placed
+        for i in again:
+            self.views[i].add_(gradients[i])
+        new = gradients.keys() - again
+        if new:
+            into, found = [self.views[i] for i in new], [gradients[i] for i in new]
+            torch_private.foreach_copy_(into, found)
+            self.placed |= new
 
 
 class Slot:

@@ -23,6 +23,7 @@ from shardwise.description.language_model import OPTIMIZER, compute_loss
 from shardwise.emulation.engines import AXES, fully_shard_blocks
 from shardwise.lab.steps.engines import Precision, Tensors, Wrapped, mesh_of, wrap_plan
 from shardwise.planning.plan import DTYPES
+from shardwise.planning.units import BUCKET_BYTES
 from shardwise.profiling.timing import Step
 
 # Everybody's AdamW. The gradient of a key projection's bias is zero but for rounding, which torch's
@@ -161,13 +162,18 @@ class _DeepSpeed(Wrapped):
 
 
 def _wrap_deepspeed(stage: int, model: Any, precision: Precision) -> Wrapped:
-    """DeepSpeed's defaults, in fp32, with torch's own optimizer in it and no clipping."""
+    """DeepSpeed in fp32, with torch's own optimizer in it and no clipping; else its defaults."""
     deepspeed = _import_deepspeed()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # only reported: the loss is a mean already
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {
+            "stage": stage,
+            # As torch's buckets. Its own default takes 2 GB, which would be most of what is held.
+            "reduce_bucket_size": BUCKET_BYTES // 4,
+            "allgather_bucket_size": BUCKET_BYTES // 4,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
