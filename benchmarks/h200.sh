@@ -36,6 +36,8 @@ run_part() {
         step) shardwise bench step --cases h200 --steps 20 --json "$out/step-h200.json" "${commit[@]}" ;;
         step-dropin) shardwise bench step --through fully_shard --cases h200 --steps 20 \
             --json "$out/step-h200-dropin.json" "${commit[@]}" ;;
+        peers) go_on peers-h200.json
+            shardwise bench peers --cases h200 --resume --json "$out/peers-h200.json" "${commit[@]}" ;;
         check) shardwise emulate --mesh 8 --model bench --plan zero3 --network 300e9,100e9 --check \
             --json "$out/emulate-check-h200.json" "${commit[@]}" ;;
         emulate) emulate 4 && emulate 1 ;;
@@ -71,7 +73,7 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin check emulate llama8b accuracy ffn hsdp attention profile overlap grouped kernels memory
+    step step-dropin peers check emulate llama8b accuracy ffn hsdp attention profile overlap grouped kernels memory
     ddp optimizer-sharding compile)
 failed=()
 for part in "${parts[@]}"; do

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.engine import gradients
+from shardwise.engine.engine import engine_of
 from tests.parity.models import Block, Model, OddBlock, build, loss_sum, token_batch
 from tests.parity.oracle import difference, train_alone
 from tests.parity.training import compare, compare_many
@@ -465,3 +467,87 @@ def _partly_frozen(leaf_input: bool) -> None:
 @pytest.mark.parametrize("leaf_input", (True, False))
 def test_partly_frozen_units(two: Ranks, leaf_input: bool) -> None:
     two.run(_partly_frozen, leaf_input)
+
+
+# Data parallel on a host: gradients go to the message as they come
+
+
+def train_placing(least: int) -> list[float]:
+    """Steps whose gradients of at least so many bytes are placed as they come: with micro-batches
+    that add up, other dtypes, parameters that nobody uses, and one that comes twice in a backward.
+    Then a backward that fails midway, and a step after it.
+    """
+    before, gradients.PLACED_FROM_BYTES = gradients.PLACED_FROM_BYTES, least
+    try:
+        cases = [
+            ((kind, "ddp", 2, "adamw", (2, 2), dtype), {"settings": {"sync": sync}})
+            for kind, dtype, sync in (
+                ("odd", "float32", "each"), ("odd", "bfloat16", "last"), ("even", "float32", "last")
+            )
+        ]  # fmt: skip
+        return [*compare_many(cases), *(_twice(fails) for fails in (False, True))]
+    finally:
+        gradients.PLACED_FROM_BYTES = before
+
+
+def _twice(fails: bool) -> float:
+    """Two re-entrant checkpoints of one layer: its gradients come twice. The spare has none."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.ModuleDict({"layer": nn.Linear(8, 8), "spare": nn.Linear(8, 8)})
+            self.breaks = False
+
+        def forward(self) -> torch.Tensor:
+            x = torch.full((2, 8), 0.5, requires_grad=True)
+            for _ in range(2):
+                x = checkpoint(self.inner["layer"], x, use_reentrant=True)
+                if self.breaks:
+                    x.register_hook(_raise)
+            return x.square().sum()
+
+    alone, model = Root(), sw.shard(Root(), sw.Plan.of("ddp", dist.get_world_size()))
+    for each in (alone, model):
+        if fails and each is model:
+            model.breaks = True
+            with pytest.raises(ZeroDivisionError):
+                model().backward()
+            model.breaks = False
+        each().backward()
+    assert model.inner["spare"].weight.grad is None
+    expected = alone.inner["layer"].weight.grad * dist.get_world_size()
+    return float((model.inner["layer"].weight.grad - expected).abs().max() / expected.abs().max())
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("least", (0, 200, 2**40))
+def test_gradients_are_placed_as_they_come_or_together(two: Ranks, least: int) -> None:
+    for errors in two.run(train_placing, least):
+        assert max(errors) <= BOUND
+
+
+def peak_of_gradients() -> int:
+    """The most gradients of a backward that are held at once."""
+    torch.manual_seed(0)
+    model = sw.shard(
+        nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]),
+        sw.Plan.of("ddp", dist.get_world_size()),
+    )
+    (unit,) = engine_of(model).units
+    held = []
+    for shown in unit.gradients.shown:
+        shown.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(each.grad is not None for each in unit.gradients.shown))
+        )
+    model(torch.randn(2, 128)).sum().backward()
+    assert len(held) == 6
+    return max(held)
+
+
+def test_a_backward_holds_no_gradients_beside_the_message(two: Ranks) -> None:
+    assert two.run(peak_of_gradients) == [0, 0]

@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,9 @@ from shardwise.description.language_model import LM, make_model
 from shardwise.description.preset import BENCH, bench_size
 from shardwise.emulation.collectives import Network
 from shardwise.emulation.run import joined
-from shardwise.lab.steps import cases, compare, engines
+from shardwise.lab.steps import cases, compare, engines, measure
 from shardwise.lab.steps.engines import OPTIMIZER, Wrapped, largest_difference
+from shardwise.lab.steps.measure import Measured
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Side
 
@@ -96,7 +98,13 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
     monkeypatch.setattr(timing, "time_ahead", lambda run, *_: play(run, (float(next(ahead)), None)))
     with joined(0, 8), case.open_network() as emulation:
         monkeypatch.setattr(emulation, "links_of", lambda device: SimpleNamespace(delay=None))
-        sides, _, settings = compare._measure_on_gpu(family, case, "zero3", emulation)
+        builds = {
+            name: partial(compare._build, wrap, "zero3", family, case)
+            for name, wrap in (("ours", engines.wrap_ours), ("theirs", engines.wrap_theirs))
+        }
+        measured = Measured()
+        measure._measure_on_gpu(family, case, builds, emulation, measured)
+    sides, settings = measured.sides, measured.settings
     # Five blocks of two steps each, the candidates in turn: 1 2, 5 6, 9 10, ... are ours.
     assert (sides["ours"].device_ms, sides["theirs"].device_ms) == (9.5, 11.5)
     for side in sides.values():
@@ -163,14 +171,17 @@ def test_models_that_part_are_not_timed():
         "ours": _plain(make_model(TINY, "cpu")),
         "theirs": _plain(make_model(TINY, "cpu")),
     }
-    steps = {name: candidate.step_on(tokens, tokens) for name, candidate in candidates.items()}
-    assert compare._check_parity(candidates, steps, "case", "zero3") == 0
+    for candidate in candidates.values():
+        candidate.step_on(tokens, tokens)()
+    measured = Measured()
+    measure.check_parity(candidates, measured)
+    assert measured.parity == {"theirs": 0} and not measured.failures
     with torch.no_grad():
         candidates["ours"].model.head.weight[0, 0] += 1
     worst, where = largest_difference(candidates["ours"].model, candidates["theirs"].model)
     assert worst > 0.5 and where == "head.weight"
-    with pytest.raises(compare.BenchmarkError, match="nothing was timed"):
-        compare._check_parity(candidates, steps, "case", "zero3")
+    measure.check_parity(candidates, measured)
+    assert measured.parity["theirs"] > 0.5 and "nothing was timed" in measured.failures["theirs"]
 
 
 def test_nan_is_no_parity():

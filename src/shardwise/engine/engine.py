@@ -258,10 +258,12 @@ class Engine:
         if self.schedule.open_backward():
             torch_private.call_after_backward(self.end_backward)
 
-    def gradient_arrived(self, unit: Unit) -> None:
+    def gradient_arrived(self, unit: Unit, shown: torch.Tensor) -> None:
         """One more gradient is complete. With the last one the unit's backward is over, unless
         those of its inputs are still to come.
         """
+        if unit.gradients is not None:
+            unit.gradients.place(shown)
         progress = self.schedule.current.of[unit]
         progress.gradients_left -= 1
         if progress.gradients_left == 0 and progress.open_inputs <= 0:
@@ -348,6 +350,8 @@ class Engine:
         for unit in self.units:
             for shown in unit.parameters.shown:
                 shown.grad = None
+            if unit.gradients is not None:
+                unit.gradients.forget_placed()
         if marks.on is not None:
             marks.on.turn("", "optimizer")
         self.schedule.abandon()
@@ -366,10 +370,10 @@ class Engine:
         # torch holds hooks where Python's garbage collector cannot look: hold nothing by them.
         engine_of, unit_of = weakref.ref(self), weakref.ref(unit)
 
-        def arrived(_: torch.Tensor) -> None:
+        def arrived(shown: torch.Tensor) -> None:
             unit, engine = unit_of(), engine_of()
             if unit is not None and engine is not None:
-                engine.gradient_arrived(unit)
+                engine.gradient_arrived(unit, shown)
 
         assert unit.gradients is not None
         for shown in unit.gradients.shown:

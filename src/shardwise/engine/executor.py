@@ -204,13 +204,14 @@ class TensorExecutor:
                 slot, buffer = gradients.slot.pack(found), gradients.slot.buffer
             else:
                 into = gradients.sums if into_sums else None
-                if custom is not None:
+                if custom is not None and unit.shard_ranks > 1:
                     numel = gradients.shard_numel * unit.shard_ranks
                     into = allocate(custom, numel, gradients.reduce_dtype, unit.mesh.device)
                 slot = gradients.pack(found, into)
         held = TensorHeld(slot, into_sums, buffer)
+        if not self.ordered or self.packs_on_compute(unit):
+            found.clear()  # they are packed
         if self.packs_on_compute(unit):
-            found.clear()
             return TensorReduction(unit, found, held, freed=DONE, lane=self.replicas)
         return TensorReduction(unit, found, held, freed=lane.mark(unit.packed), lane=lane)
 

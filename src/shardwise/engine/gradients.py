@@ -19,6 +19,10 @@ from shardwise.engine.storage import Parameters
 from shardwise.engine.torch_private import local_of
 from shardwise.planning.rows import Rows, lay_out
 
+# A host copies a gradient of at least so many bytes to its place as it comes; smaller ones go
+# together.
+PLACED_FROM_BYTES = 2**15
+
 
 class Gradients:
     """The gradients of one unit's trainable parameters.
@@ -63,6 +67,11 @@ class Gradients:
             sizes = [*(r.part for r in layout.rows), self.counts]
             starts = [*layout.offsets, layout.shard_numel]
             self.slot = Slot(starts, sizes, layout.ranks, reduce_dtype, mesh.device)
+        # On a host, the slot of a unit that only replicas reduce is filled as gradients come.
+        whole = mesh.device.type == "cpu" and layout.ranks == 1
+        self.fills_early = whole and self.offload is None and not self.has_dtensors
+        self._filling: Filling | None = None
+        self._numbers = {id(shown): i for i, shown in enumerate(self.shown)}
         self.sums: torch.Tensor | None = None
         self.flat: torch.Tensor | None = None
         self.locals: list[torch.Tensor] = []
@@ -86,8 +95,9 @@ class Gradients:
         """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
         (torch keeps pinned memory that is given back, so that taking it again costs nothing.)
         """
+        filling = self._filling if self.sums_as_reduced else None
         if self.offload is None:
-            sums = torch.empty(self.shard_numel, dtype=self._dtype, device=self.mesh.device)
+            sums = self._empty(self._dtype) if filling is None else filling.slot
         else:
             pin = self.offload.pin_memory
             sums = torch.empty(self.shard_numel, dtype=self._dtype, pin_memory=pin)
@@ -95,11 +105,17 @@ class Gradients:
             marks.on.buffer(self, sums.data_ptr(), sums.nbytes)
         self.sums = sums
         self.flat = sums[: self.layout.shard_numel] if self.counts else sums
+        self.locals = self._views_of(self.flat) if filling is None else filling.views
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.shard_numel, dtype=dtype, device=self.mesh.device)
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's rows of each parameter in `flat`."""
         if not self._padded:
-            self.locals = torch_private.views_of(self.flat, self._like)
-            return
-        pairs = zip(self.flat.split(self._parts), self._like, strict=True)
-        self.locals = [part[: like.numel()].view(like.shape) for part, like in pairs]
+            return torch_private.views_of(flat, self._like)
+        pairs = zip(flat.split(self._parts), self._like, strict=True)
+        return [part[: like.numel()].view(like.shape) for part, like in pairs]
 
     @property
     def nbytes(self) -> int:
@@ -224,8 +240,11 @@ class Gradients:
 
     def take(self) -> list[torch.Tensor]:
         """Take the gradients off the shown parameters; a parameter without one counts as zeros.
-        The last tensor, where ranks count, is this rank's part of the counts.
+        The last tensor, where ranks count, is this rank's part of the counts. Where the slot is
+        filled early there is nothing to take: `pack` brings the rest there.
         """
+        if self.fills_early:
+            return []
         found, missing = [], set()
         for i, shown in enumerate(self.shown):
             grad = shown.grad
@@ -243,6 +262,44 @@ class Gradients:
         if self.counts:
             found.append(self._present(frozenset(missing)))
         return found
+
+    def place(self, shown: torch.Tensor) -> None:
+        """A gradient has come: where the slot is filled early, copy it there, while it is in the
+        processor's caches, and let go of it. So a backward holds few gradients beside the slot.
+        """
+        grad = shown.grad if self.fills_early else None
+        if grad is None or grad.is_sparse or grad.nbytes < PLACED_FROM_BYTES:
+            return
+        if self._filling is None:
+            self._filling = self._make_filling(self._empty(self.reduce_dtype))
+        self._filling.take({self._numbers[id(shown)]: grad})
+        shown.grad = None
+
+    def _make_filling(self, slot: torch.Tensor) -> Filling:
+        return Filling(slot, self._views_of(slot[: self.layout.shard_numel]))
+
+    def _fill_rest(self, into: torch.Tensor | None) -> torch.Tensor:
+        """The slot, with what is not there yet: small gradients, zeros for those that never came,
+        and who produced one.
+        """
+        filling, self._filling = self._filling, None
+        if filling is None:
+            filling = self._make_filling(self._empty(self.reduce_dtype) if into is None else into)
+        rest = {i: shown.grad for i, shown in enumerate(self.shown) if shown.grad is not None}
+        filling.take(rest)
+        for i in rest:
+            self.shown[i].grad = None
+        missing = frozenset(range(len(self.shown))) - filling.placed
+        for i in missing:
+            filling.views[i].zero_()
+        self._missing &= missing
+        if self.counts:
+            filling.slot[self.layout.shard_numel :].copy_(self._present(missing)[0])
+        return filling.slot
+
+    def forget_placed(self) -> None:
+        """The backward that filled the slot has ended in an exception."""
+        self._filling = None
 
     def take_rows(self, found: Sequence[torch.Tensor | None]) -> None:
         """Sums over all ranks that somebody else has made: this rank's rows of each parameter,
@@ -269,6 +326,8 @@ class Gradients:
 
     def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
         """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""
+        if self.fills_early:
+            return self._fill_rest(into)
         ranks, slot = self.layout.ranks, into
         if slot is None:
             numel, device = ranks * self.shard_numel, self.mesh.device
@@ -295,6 +354,26 @@ def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
 def slices_of(whole: torch.Tensor, rows: Rows) -> torch.Tensor:
     """A tensor that is cut along another dim than 0 as (ranks, *slice)."""
     return whole.unflatten(rows.dim, (rows.ranks, -1)).movedim(rows.dim, 0)
+
+
+class Filling:
+    """A slot that is being filled: the places of all parameters in it, and which are taken."""
+
+    def __init__(self, slot: torch.Tensor, views: list[torch.Tensor]) -> None:
+        self.slot, self.views = slot, views
+        self.placed: set[int] = set()
+
+    @torch.no_grad()
+    def take(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Copy gradients to their places; one that comes again is added."""
+        again = gradients.keys() & self.placed
+        for i in again:
+            self.views[i].add_(gradients[i])
+        new = gradients.keys() - again
+        if new:
+            into, found = [self.views[i] for i in new], [gradients[i] for i in new]
+            torch_private.foreach_copy_(into, found)
+            self.placed |= new
 
 
 class Slot:

@@ -15,7 +15,9 @@ storage resize per unit.
     staging   a packed gather's output, rank after rank    compute  while that gather is under way
     kept      1/k of full, for keep_after_forward = k      compute  from forward to backward
     slot      all gradients, rank after rank: what a       reduce   from the end of its backward
-              reduce-scatter reads                                  until the scatter is done
+              reduce-scatter reads                                  until the scatter is done; on a
+                                                                    host with n = 1 from the first
+                                                                    gradient on, and then the sums
     sums      this rank's rows of every summed gradient    own      taken anew in every step; with
               (`flat`), and who produced one (`counts`)             whoever keeps a gradient
     summed    visible.grad: DTensors, or plain in ddp      own      views of flat, made anew

@@ -94,6 +94,7 @@ class PlannedUnit(ScheduledUnit):
         self.arrives = -1  # the operation that compute must wait for
         self.staged = 0  # bytes of staging that live until then (hosts)
         self.grads = 0  # bytes of gradients that backward has left
+        self.held_grads = 0  # and those of them that are still held
         self.summed = False  # the gradient buffer holds a sum of this step
 
     @property
@@ -212,25 +213,33 @@ class PlannedExecutor:
         """The step's first reduce overwrites; a later micro-batch's adds."""
         if unit.summed:
             return False
+        self._let_placed_go(unit)
         self.listener.hold("gradients", unit.sizes.gradient)
         unit.summed = True
         return True
 
+    def _let_placed_go(self, unit: PlannedUnit) -> None:
+        """As the engine's `Gradients`: a host copies data parallel's to the slot as they come."""
+        if not self.ordered and unit.shard_ranks == 1:
+            self.listener.hold("gradients", -unit.held_grads)
+            unit.held_grads = 0
+
     def pack(self, unit: PlannedUnit, into_sums: bool, passes: bool) -> PlannedReduction:
         listener, slot, grads = self.listener, unit.sizes.slot, unit.grads
         listener.engine_work("reduce", unit.name)
+        self._let_placed_go(unit)
         listener.hold("slots", 0 if into_sums else slot)
-        if self._packs_on_compute(unit):
-            packed = listener.copy("pack", unit.name, COMPUTE, grads + slot)
-            listener.hold("gradients", -grads)
-            unit.grads = 0
+        on_compute = self._packs_on_compute(unit)
+        lane, after = (COMPUTE, ()) if on_compute else ("scatter", listener.behind_compute())
+        packed = listener.copy("pack", unit.name, lane, grads + slot, after)
+        held, unit.grads, unit.held_grads = unit.held_grads, 0, 0
+        if on_compute or not self.ordered:  # they are packed, and go
+            listener.hold("gradients", -held)
+            held = 0
+        if on_compute:
             return PlannedReduction(unit, 0, Held(slot, into_sums), freed=-1, last=packed)
-        packed = listener.copy(
-            "pack", unit.name, "scatter", grads + slot, listener.behind_compute()
-        )
-        unit.grads = 0
         self._ends["scatter"] = packed
-        return PlannedReduction(unit, grads, Held(slot, into_sums), freed=packed, last=packed)
+        return PlannedReduction(unit, held, Held(slot, into_sums), freed=packed, last=packed)
 
     def _packs_on_compute(self, unit: PlannedUnit) -> bool:
         """As the engine's executor: data parallel's own copies, where there are streams."""

@@ -111,6 +111,7 @@ class Step:
         self.b.compute(segment.backward, "backward", name, peaks)
         for number, nbytes in work.grads[place].items():
             self.units[number].grads += nbytes
+            self.units[number].held_grads += nbytes
             self.b.hold("gradients", nbytes)
 
     def peak_of_loss(self, work: Work) -> bool:

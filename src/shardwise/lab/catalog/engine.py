@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.lab.benchmark import COMMIT, JSON, PLOT, QUICK, ROWS, Benchmark
-from shardwise.lab.options import Option, count, file, flag, list_names
+from shardwise.lab.options import Option, count, file, flag, list_counts, list_names
 
 STEP = Benchmark(
     "step",
@@ -50,6 +50,50 @@ examples:
   shardwise bench step --cases h200 --json step-h200.json
   shardwise bench step --through fully_shard
   shardwise bench step --quick            every path in seconds; its figures mean nothing
+""",
+)  # fmt: skip
+PEERS = Benchmark(
+    "peers",
+    "a training step against DDP, FSDP1, FSDP2, ZeroRedundancyOptimizer and DeepSpeed",
+    "Times whole training steps of shardwise and of every other engine of its kind, in turn.",
+    "peers.run",
+    (
+        *ROWS,
+        list_names("--cases", "case", ("gloo", "h200")),
+        list_counts("--ranks", "2,4", 2, "of the gloo cases; default: %(default)s"),
+        list_names("--peers", "peer",
+                   ("ddp", "zero-redundancy", "fsdp1", "fsdp2", "deepspeed")),
+        list_names("--classes", "class",
+                   ("replicate", "optimizer", "gradients", "parameters", "hybrid"), None,
+                   "of replicate, optimizer, gradients, parameters, hybrid; default: all, on a GPU "
+                   "parameters"),
+        list_names("--models", "model", ("lm", "gpt2", "moe")),
+        count("--steps", None, "timed steps of each candidate"),
+        Option("--only", {"metavar": "TEXT", "help": "cases that have this in their names"}),
+    ),
+    """\
+classes, and who is in them:
+  replicate   ddp: DDP with its defaults, DDP with gradients as views of its buckets, FSDP1 NO_SHARD
+  optimizer   zero1: DDP with ZeroRedundancyOptimizer, DeepSpeed ZeRO-1
+  gradients   zero2: FSDP1 SHARD_GRAD_OP, FSDP2 with reshard_after_forward=False, DeepSpeed ZeRO-2
+  parameters  zero3: FSDP1 FULL_SHARD, FSDP2, DeepSpeed ZeRO-3
+  hybrid      hsdp of 2 replicas: FSDP1 HYBRID_SHARD, FSDP2 on a 2-D mesh; from 4 ranks on
+
+cases:
+  gloo   CPU, real ranks: the reference model, a GPT-2 with biases and a tied embedding, a mixture
+         of experts with many small parameters
+  h200   GPU, one rank of an emulated group of 8 and 128, 300 to 25 GB/s, the same models at size,
+         eager and compiled blocks, against FSDP1 and FSDP2. Skipped without a CUDA device
+
+All candidates of a class train the same model on the same inputs with the same fused AdamW. On real
+ranks they must agree to 1e-5 after three steps, else a peer is not timed. A peer that is not
+installed is left out, and the file says so. Medians; +- of a ratio is the interquartile range of
+the rounds' ratios. `device` is by the GPU's clock with the host a step ahead.
+
+examples:
+  shardwise bench peers --json peers.json
+  shardwise bench peers --ranks 2 --classes replicate --models lm
+  shardwise bench peers --cases h200 --only 8-lm --json peers-h200.json --resume
 """,
 )  # fmt: skip
 GATHER = Benchmark(
@@ -166,4 +210,4 @@ examples:
 """,
     document="buckets",
 )
-BENCHMARKS = (STEP, GATHER, ATTENTION, PROFILE, ACCURACY, CAP)
+BENCHMARKS = (STEP, PEERS, GATHER, ATTENTION, PROFILE, ACCURACY, CAP)

@@ -39,6 +39,7 @@ class StepCase:
     network: Network | None = None  # emulated, if any
     through: str = "plan"  # how shardwise is used (engines.OURS)
     blocks: int = BLOCKS  # on a GPU: how often each candidate is built and timed
+    compiled: bool = False  # the model's blocks go through torch.compile
 
     def quick(self) -> StepCase:
         """The same path in seconds; its figures mean nothing."""

@@ -8,34 +8,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import sys
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-import torch
-
-from shardwise.description.language_model import draw_tokens
-from shardwise.emulation.collectives import Emulation
 from shardwise.lab.charts import draw_bars
-from shardwise.lab.processes import time_on_ranks
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
 from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.lab.steps.engines import Wrap, Wrapped
+from shardwise.lab.steps.measure import BenchmarkError, measure
 from shardwise.lab.steps.models import build_model
-from shardwise.profiling import footprint, timing
 from shardwise.profiling.results import Row, print_table, write_json
-from shardwise.profiling.timing import Sample, Side, Step
+from shardwise.profiling.timing import Side
 
 SIDES = ("ours", "theirs")
-TOLERANCE = 1e-5
-PARITY_STEPS = 3
-LEFT_OVER = 2**28  # bytes that may stay on the device between them without a word
-
-
-class BenchmarkError(Exception):
-    """A comparison that would not be worth its figures."""
 
 
 RATIOS = {
@@ -95,9 +82,17 @@ def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
     nothing is sent and there are no values.
     """
     say(f"{case.name} {strategy}: {case.steps} steps each, in turn")
+    wraps = {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
+    wraps |= engines.BESIDE.get(case.through, {})
+    builds = {name: partial(_build, wrap, strategy, family, case) for name, wrap in wraps.items()}
     with case.open_network() as emulation:
-        measure = _measure_on_gpu if family.device == "cuda" else _measure_on_cpu
-        sides, parity, settings = measure(family, case, strategy, emulation)
+        measured = measure(family, case, builds, emulation)
+    sides, parity = measured.sides, measured.parity.get("theirs")
+    if measured.failures:
+        raise BenchmarkError(
+            f"{case.name} {strategy}, against {engines.PEERS[strategy]}: "
+            f"{measured.failures['theirs']}"
+        )
     found = compare_sides(sides["ours"], sides["theirs"])
     device = found["device_ratio"]
     alone = "" if device is None else f", on the device alone {device:.2f}"
@@ -116,135 +111,13 @@ def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
             name: dataclasses.asdict(side) for name, side in sides.items() if name not in SIDES
         },
         "parity": parity,
-        "settings": describe_case(family, case, quick) | settings,
+        "settings": describe_case(family, case, quick) | measured.settings,
     }
 
 
-Measured = tuple[dict[str, Side], float | None, dict[str, Any]]
-
-
-def _measure_on_cpu(
-    family: Family, case: StepCase, strategy: str, emulation: Emulation | None
-) -> Measured:
-    """Both candidates live side by side and step in turn; memory is taken from a second pair.
-
-    The memory step has a batch of one token, so that its peak is what the parameters cost
-    (gathered, reduced, optimized) and next to nothing of activations.
-    """
-    candidates = {name: _build(family, case, strategy, wrap) for name, wrap in _wraps(case).items()}
-    tokens = draw_tokens(case.size, case.batch, case.length, family.device)
-    steps = {name: candidate.step_on(*tokens) for name, candidate in candidates.items()}
-    parity = _check_parity(candidates, steps, case.name, strategy) if family.real else None
-    timer = time_on_ranks if family.real else timing.timer_on("cpu")
-    samples = timing.alternate(steps, case.steps, case.warmup, timer)
-    settings = {name: candidate.settings for name, candidate in candidates.items()}
-    del candidates, steps
-    one_token = draw_tokens(case.size, 1, 1, family.device)
-    sides = {}
-    for name, wrap in _wraps(case).items():
-
-        def build(wrap: Wrap = wrap) -> Step:
-            return _build(family, case, strategy, wrap).step_on(*one_token)
-
-        sides[name] = Side.of(samples[name], footprint.peak_on_cpu(build))
-    counted = "all CPU allocations of a step on one token (so: parameters, not activations)"
-    return sides, parity, settings | {"peak_bytes": counted}
-
-
-def _measure_on_gpu(
-    family: Family, case: StepCase, strategy: str, emulation: Emulation | None
-) -> Measured:
-    """The candidates take turns on the device: build, warm up, time, free, some times each. In
-    every block steps are timed with the host in them, then as many with the host ahead.
-    """
-    samples: dict[str, list[Sample]] = {name: [] for name in _wraps(case)}
-    alone: dict[str, list[float]] = {name: [] for name in _wraps(case)}
-    peaks: dict[str, list[tuple[int, int]]] = {name: [] for name in _wraps(case)}
-    settings: dict[str, Any] = {
-        "peak_bytes": "torch.cuda.max_memory_allocated over a step, less what was there before",
-        "reserved_bytes": "torch.cuda.max_memory_reserved over a step, less what was there before",
-        "device_ms": "by the device's clock, with the host a step ahead",
-        "blocks": case.blocks,
-    }
-    collectives: dict[str, int] = {}
-    first: dict[str, list[float]] = {}  # seconds of first steps, which compile
-    tokens = draw_tokens(case.size, case.batch, case.length, family.device)
-    for _ in range(case.blocks):
-        for name, wrap in _wraps(case).items():
-            left = footprint.free_device()
-            held = torch.cuda.memory_reserved()
-            if left > LEFT_OVER:
-                say(
-                    f"warning: {left / 2**20:.0f} MiB stayed on the device after the last candidate"
-                )
-            candidate = _build(family, case, strategy, wrap)
-            step = candidate.step_on(*tokens)
-            if case.through == "compile":
-                first.setdefault(name, []).append(round(timing.time_on_cuda(step).step_ms / 1e3, 2))
-            rounds = math.ceil(case.steps / case.blocks)
-            taken = timing.alternate({name: step}, rounds, case.warmup, timing.time_on_cuda)
-            samples[name] += taken[name]
-            if emulation is not None:
-                hold = emulation.links_of(torch.device("cuda", 0)).delay
-                for _ in range(rounds):
-                    took, _ = timing.time_ahead(step, hold, taken[name], nullcontext())
-                    alone[name].append(took)
-            called = sum(emulation.calls.values()) if emulation else 0
-            allocated, reserved = footprint.peaks_on_cuda(step)
-            peaks[name].append((allocated - left, reserved - held))
-            if emulation is not None:
-                collectives[name] = sum(emulation.calls.values()) - called
-            settings[name] = candidate.settings
-            del candidate, step
-    footprint.free_device()
-    if first:
-        settings["first_step_s"] = first
-    _check_emulated(case, emulation, collectives)
-    # Only the first block makes the libraries' workspaces; the others find them there.
-    sides = {}
-    for name in samples:
-        allocated, reserved = (min(values) for values in zip(*peaks[name], strict=True))
-        sides[name] = Side.of(
-            samples[name], allocated, collectives.get(name), alone[name], reserved
-        )
-    return sides, None, settings
-
-
-def _wraps(case: StepCase) -> dict[str, Wrap]:
-    both = {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
-    return both | engines.BESIDE.get(case.through, {})
-
-
-def _build(family: Family, case: StepCase, strategy: str, wrap: Wrap) -> Wrapped:
+def _build(wrap: Wrap, strategy: str, family: Family, case: StepCase) -> Wrapped:
     model: Any = build_model(case.size, family.device)
     return wrap(model, strategy, case.precision)
-
-
-def _check_parity(
-    candidates: dict[str, Wrapped], steps: dict[str, Step], case: str, strategy: str
-) -> float:
-    """Train both for a few steps; an error on every rank if their parameters part."""
-    for step in steps.values():
-        for _ in range(PARITY_STEPS):
-            step()
-    worst, where = engines.largest_difference(candidates["ours"].model, candidates["theirs"].model)
-    if worst > TOLERANCE:
-        raise BenchmarkError(
-            f"{case} {strategy}: after {PARITY_STEPS} steps from the same weights and inputs, "
-            f"{where} differs from {engines.PEERS[strategy]}'s by {worst:.1e} of its largest "
-            f"value (allowed {TOLERANCE:.0e}); nothing was timed"
-        )
-    return worst
-
-
-def _check_emulated(
-    case: StepCase, emulation: Emulation | None, collectives: dict[str, int]
-) -> None:
-    missed = [name for name, count in collectives.items() if count == 0]
-    if emulation is not None and missed:
-        raise BenchmarkError(
-            f"{case.name}: no collective of {missed} went over the emulated network"
-        )
 
 
 def show(rows: list[Row], facts: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ PEERS = {
     "ddp": "DistributedDataParallel",
 }
 
+Tensors = dict[str, torch.Tensor]  # by name
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -72,6 +74,10 @@ class Wrapped:
 
         return step
 
+    def whole(self) -> Tensors:
+        """Every parameter and its gradient, whole; a collective call."""
+        return whole_tensors(self.model)
+
 
 Wrap = Callable[[LM, str, Precision], Wrapped]
 
@@ -82,18 +88,21 @@ def wrap_ours(model: LM, strategy: str, precision: Precision) -> Wrapped:
 
 
 def wrap_plan(
-    model: LM, plan: sw.Plan, shard: Callable[[LM, sw.Plan], object] | None = None
+    model: LM,
+    plan: sw.Plan,
+    shard: Callable[[LM, sw.Plan], object] | None = None,
+    settings: dict[str, Any] = OPTIMIZER,
 ) -> Wrapped:
-    """shardwise, and the optimizer on flat local buffers."""
+    """shardwise, and the optimizer, an AdamW of these settings, on flat local buffers."""
     plan = plan.resolve(model)
     (shard or sw.shard)(model, plan)
-    optimizer = sw.local(torch.optim.AdamW(model.parameters(), **OPTIMIZER))
-    settings = {
+    optimizer = sw.local(torch.optim.AdamW(model.parameters(), **settings))
+    told = {
         "plan": dataclasses.asdict(dataclasses.replace(plan, units=None)),
         "units": len(plan.require_units()),
         "optimizer": "local(AdamW)",
     }
-    return Wrapped(model, optimizer, plan.world, settings)
+    return Wrapped(model, optimizer, plan.world, told)
 
 
 def wrap_compiled(model: LM, strategy: str, precision: Precision) -> Wrapped:
@@ -144,7 +153,7 @@ def wrap_dropin(model: LM, strategy: str, precision: Precision) -> Wrapped:
 def _wrap_by(
     fully_shard: Callable[..., Any], model: LM, strategy: str, precision: Precision
 ) -> Wrapped:
-    mesh = _mesh(next(model.parameters()).device.type)
+    mesh = mesh_of(next(model.parameters()).device.type)
     settings = fully_shard_blocks(model, precision.plan(strategy), mesh, fully_shard)
     settings["wrap"] = f"{fully_shard.__module__.partition('.')[0]}: {settings['wrap']}"
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
@@ -160,17 +169,22 @@ BESIDE: dict[str, dict[str, Wrap]] = {
 }
 
 
-_meshes: dict[str, DeviceMesh] = {}
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
-def _mesh(device_type: str) -> DeviceMesh:
-    """One mesh for all candidates of a process: process groups are dear and never go away."""
-    if device_type not in _meshes:
-        _meshes[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
-    return _meshes[device_type]
+def mesh_of(
+    device_type: str, shape: tuple[int, ...] = (), names: tuple[str, ...] | None = None
+) -> DeviceMesh:
+    """All ranks, in one row or in this shape. One mesh for all candidates of a process: process
+    groups are dear and never go away.
+    """
+    shape = shape or (dist.get_world_size(),)
+    if shape not in _meshes:
+        _meshes[shape] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _meshes[shape]
 
 
-def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_tensors(model: nn.Module) -> Tensors:
     """Every parameter and its gradient, whole; a collective call."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -186,10 +200,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_difference(ours: nn.Module, theirs: nn.Module) -> tuple[float, str]:
-    """The largest difference of a parameter or gradient, relative to the tensor's largest value,
-    and where; a collective call.
-    """
-    mine, other = whole_tensors(ours), whole_tensors(theirs)
+    """Of all parameters and gradients; a collective call."""
+    return compare_tensors(whole_tensors(ours), whole_tensors(theirs))
+
+
+def compare_tensors(mine: Tensors, other: Tensors) -> tuple[float, str]:
+    """The largest difference, relative to the tensor's largest value, and where."""
     if mine.keys() != other.keys():
         return math.inf, ", ".join(sorted(mine.keys() ^ other.keys()))
     worst, where = 0.0, ""

@@ -1,0 +1,1 @@
+"""shardwise against every other engine of its kind, class by class."""
