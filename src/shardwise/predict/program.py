@@ -89,8 +89,9 @@ class Builder:
     def add(self, op: Op) -> int:
         """Queue an operation; gives its number."""
         if op.stream == COMPUTE:
-            op = replace(op, after=(*op.after, *self._joined))
-            self._joined.clear()
+            if self._joined:
+                op = replace(op, after=(*op.after, *self._joined))
+                self._joined.clear()
             self.last_compute = len(self.ops)
         self.ops.append(op)
         return len(self.ops) - 1

@@ -23,7 +23,7 @@ from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import MIB
 from shardwise.predict.cost import Costs
-from shardwise.predict.program import works_of
+from shardwise.predict.program import scaled, works_of
 from shardwise.predict.ranking import (
     GB,
     MEMORY_MARGIN,
@@ -36,6 +36,10 @@ from shardwise.predict.ranking import (
 from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import Source, as_source
 from shardwise.predict.step import EngineStep, StepOptions
+
+
+# What a smaller micro-batch foretells is not described when it exceeds the limit by so much.
+SURELY_TOO_MUCH = 1.15
 
 
 def search(
@@ -151,6 +155,8 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.costs = Costs.of(self.cluster)
+        # Of each Plan and way of checkpointing, the last description: its micro-batch's size.
+        self._described: dict[tuple[Plan, str], tuple[int, Plan, ModelDescription]] = {}
 
     def starting_plans(self, world: int, strategies: Sequence[str]) -> Iterator[Plan]:
         for name in strategies:
@@ -174,8 +180,12 @@ class _Search:
         key = (plan, workload)
         if key in self.found or key in self.rejected:
             return self.found.get(key)
-        resolved, description = self.source.at(plan, workload)
-        peak = self._peak(resolved, description, workload)
+        peak = self._estimate(plan, workload)
+        if peak <= self.limit * SURELY_TOO_MUCH:
+            resolved, description = self.source.at(plan, workload)
+            about = (workload.micro_batch, resolved, description)
+            self._described[plan, workload.checkpoint] = about
+            peak = self._peak(resolved, description, workload)
         if peak * (1 + MEMORY_MARGIN) > self.limit:
             self.rejected[key] = Rejected(title_of(plan, workload), plan.title, peak)
             return None
@@ -185,10 +195,25 @@ class _Search:
         self.found[key] = Candidate.of(resolved, workload, timeline, self.limit)
         return self.found[key]
 
+    def _estimate(self, plan: Plan, workload: Workload) -> float:
+        """The peak in proportion to that of a smaller micro-batch, which is known to a few percent
+        without describing the model again; 0 where none was tried.
+        """
+        known = self._described.get((plan, workload.checkpoint))
+        if known is None or workload.sizes is not None or known[0] >= workload.micro_batch:
+            return 0.0
+        size, resolved, description = known
+        grown = scaled(description, workload.micro_batch / size)
+        return self._peak(resolved, grown, workload)
+
     def _peak(self, plan: Plan, description: ModelDescription, workload: Workload) -> int:
         works = works_of(plan, description, workload)
+        count = workload.micro_batches
+        if workload.sizes is None:
+            # Those between the first and the last do as the second does.
+            count = min(count, 3)
         sizes = {
-            tuple(workload.size_of(group, i) for i in range(workload.micro_batches))
+            tuple(workload.size_of(group, i) for i in range(count))
             for group in range(len(workload.sizes or ((),)))
         }
         held = description.input_bytes + description.buffer_bytes

@@ -151,10 +151,19 @@ class EngineStep(Step):
         executor = PlannedExecutor(self.plan, self.b, self.costs.streams)
         self.schedule = plan_schedule(self.plan, executor)
         self.units = self.schedule.units
-        self._settled = False
+        self._made: dict[int, list[Part[PlannedUnit]]] = {}  # by the id of their work
 
     def _parts(self, work: Work) -> list[Part[PlannedUnit]]:
-        parts = [
+        parts = self._made.get(id(work))
+        if parts is None:
+            parts = self._make_parts(work)
+            if not self._made:
+                settle(self.schedule, parts, self.agreed)
+            self._made[id(work)] = parts
+        return parts
+
+    def _make_parts(self, work: Work) -> list[Part[PlannedUnit]]:
+        return [
             Part(
                 tuple(self.units[i] for i in used),
                 tuple(self.units[i] for i in lacking),
@@ -165,10 +174,6 @@ class EngineStep(Step):
                 work.uses, work.lacking, work.segments, strict=True
             )
         ]
-        if not self._settled:
-            self._settled = True
-            settle(self.schedule, parts, self.agreed)
-        return parts
 
     def forward(self, work: Work) -> None:
         self.schedule.micro = self.micro
