@@ -60,6 +60,16 @@ class Candidate:
     def title(self) -> str:
         return title_of(self.plan, self.workload)
 
+    def gives_way_to(self, other: Candidate) -> bool:
+        """One of zero1 and zero2 where the other says the same with no more memory."""
+        alike = {self.plan.name, other.plan.name} == {"zero1", "zero2"}
+        if not (alike and self.workload == other.workload and self.settings() == other.settings()):
+            return False
+        ties = abs(self.step_ms - other.step_ms) < WORTH * self.step_ms
+        if self.peak_bytes == other.peak_bytes:
+            return ties and self.plan.name == "zero2"
+        return ties and other.peak_bytes < self.peak_bytes
+
     def settings(self) -> dict[str, Any]:
         """The Plan's settings that are not the defaults."""
         plain = {f.name: f.default for f in dataclasses.fields(Plan)}
@@ -118,6 +128,12 @@ class Ranking(Sequence[Candidate]):
         for candidate in self.candidates:
             found.setdefault(candidate.plan.title, candidate)
         return list(found.values())
+
+    def distinct(self) -> list[Candidate]:
+        """Without a zero1 that takes as long as the same zero2 and no less memory, or the other way
+        round.
+        """
+        return [c for c in self.candidates if not any(map(c.gives_way_to, self.candidates))]
 
     def explain(self) -> str:
         """Why the winner wins, against the best of every other strategy."""

@@ -37,7 +37,7 @@ from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import Source, as_source
 from shardwise.predict.step import EngineStep, StepOptions
 
-
+USUAL_SHARDS = 512  # ranks of a shard group
 # What a smaller micro-batch foretells is not described when it exceeds the limit by so much.
 SURELY_TOO_MUCH = 1.15
 
@@ -157,6 +157,8 @@ class _Search:
         self.costs = Costs.of(self.cluster)
         # Of each Plan and way of checkpointing, the last description: its micro-batch's size.
         self._described: dict[tuple[Plan, str], tuple[int, Plan, ModelDescription]] = {}
+        # The smallest of several micro-batches that is surely too large, and its peak.
+        self._too_large: dict[tuple[Plan, str], float] = {}
 
     def starting_plans(self, world: int, strategies: Sequence[str]) -> Iterator[Plan]:
         for name in strategies:
@@ -168,11 +170,16 @@ class _Search:
                     yield Plan.of("hsdp", (world // shard, shard), inner=inner, **self.dtypes)
 
     def _shard_groups(self, world: int) -> list[int]:
-        """Shard groups worth trying: a node, the largest even part of one, or a few nodes."""
+        """Shard groups worth trying: a node, the largest even part of one, or several nodes, up to
+        half the world.
+        """
         node = self.cluster.ranks_per_node or world
         node = world if world <= node else math.gcd(world, node)
         part = max((n for n in _divisors(node) if n < node), default=1)
-        tried = sorted({part, *(node * times for times in (1, 2, 4, 8))})
+        doubled = [node << times for times in range((world // node).bit_length())]
+        # Beyond what is usual one more halves little: every second will do.
+        usual = [shard for shard in doubled if shard <= USUAL_SHARDS]
+        tried = sorted({part, *usual, *doubled[len(usual) + 1 :: 2]})
         return [shard for shard in tried if 1 < shard < world and world % shard == 0]
 
     def consider(self, plan: Plan, workload: Workload) -> Candidate | None:
@@ -180,14 +187,14 @@ class _Search:
         key = (plan, workload)
         if key in self.found or key in self.rejected:
             return self.found.get(key)
-        peak = self._estimate(plan, workload)
+        peak: float = self._estimate(plan, workload)
         if peak <= self.limit * SURELY_TOO_MUCH:
             resolved, description = self.source.at(plan, workload)
             about = (workload.micro_batch, resolved, description)
             self._described[plan, workload.checkpoint] = about
             peak = self._peak(resolved, description, workload)
         if peak * (1 + MEMORY_MARGIN) > self.limit:
-            self.rejected[key] = Rejected(title_of(plan, workload), plan.title, peak)
+            self.rejected[key] = Rejected(title_of(plan, workload), plan.title, int(peak))
             return None
         timeline = simulate(
             resolved, description, self.cluster, workload, costs=self.costs, options=self.options
@@ -199,12 +206,20 @@ class _Search:
         """The peak in proportion to that of a smaller micro-batch, which is known to a few percent
         without describing the model again; 0 where none was tried.
         """
-        known = self._described.get((plan, workload.checkpoint))
+        key = (plan, workload.checkpoint)
+        known = self._described.get(key)
         if known is None or workload.sizes is not None or known[0] >= workload.micro_batch:
             return 0.0
+        # Only the last one, which is alone, holds no sums of others while it runs.
+        several = workload.micro_batches > 1
+        if several and key in self._too_large:
+            return self._too_large[key]
         size, resolved, description = known
         grown = scaled(description, workload.micro_batch / size)
-        return self._peak(resolved, grown, workload)
+        peak = self._peak(resolved, grown, workload)
+        if several and peak > self.limit * SURELY_TOO_MUCH:
+            self._too_large[key] = peak
+        return peak
 
     def _peak(self, plan: Plan, description: ModelDescription, workload: Workload) -> int:
         works = works_of(plan, description, workload)
