@@ -280,13 +280,15 @@ def test_three_micro_batches_have_the_peak_of_many() -> None:
             plan = Plan.of(name, 8, sync=sync)
             resolved, description = run.source.at(plan, workload)
             whole = simulate(resolved, description, CLUSTER, workload).peak().total
-            assert run._peak(resolved, description, workload) == whole, (name, sync, checkpoint)
+            # Each micro-batch leaves its loss, a few bytes.
+            peak = run._peak(resolved, description, workload)
+            assert 0 <= whole - peak < 512, (name, sync, checkpoint)
 
 
 def test_what_cannot_fit_is_not_described_but_rejected() -> None:
     """The ranking is that of a search that describes every size; larger ones are known to fail."""
-    workload, described = Workload(256, 1, 64), []
-    limit = 0.2
+    workload, described = Workload(256, 1, 16), []
+    limit = 0.1
 
     class Watched(TracedModel):
         def at(self, plan: Plan, workload: Workload) -> Any:
@@ -300,7 +302,7 @@ def test_what_cannot_fit_is_not_described_but_rejected() -> None:
     plan = Plan.of("zero3", 8)
     splits = list(_splits(workload, ["none"]))
     fits = {split.micro_batch: run.consider(plan, split) is not None for split in splits}
-    assert len(run.found) + len(run.rejected) == len(splits) == 7
+    assert len(run.found) + len(run.rejected) == len(splits) == 5
     exact = _Search(as_source("tiny", workload), CLUSTER, limit * GB, StepOptions(), {})
     for split in splits:
         resolved, description = exact.source.at(plan, split)
