@@ -285,6 +285,25 @@ def test_three_micro_batches_have_the_peak_of_many() -> None:
             assert 0 <= whole - peak < 512, (name, sync, checkpoint)
 
 
+@pytest.mark.parametrize("model", ["tiny", "small"])
+def test_a_few_micro_batches_foretell_many(model: str) -> None:
+    """Host-bound and not, however gradients are summed."""
+    workload = Workload(256, 1, 24)
+    run = _Search(as_source(model, workload), CLUSTER, 8e10, StepOptions(), {})
+    for name, settings in (
+        ("ddp", {}), ("ddp", {"sync": "last"}), ("zero2", {}), ("zero3", {}),
+        ("zero3", {"sync": "last", "keep_after_forward": True, "forward_prefetch": 3}),
+    ):  # fmt: skip
+        plan, description = run.source.at(Plan.of(name, 64, **settings), workload)
+        exact = simulate(plan, description, CLUSTER, workload)
+        told = run._predict(plan, description, workload)
+        assert told.step_ms == pytest.approx(exact.step_ms, rel=2e-3), (name, settings)
+        assert told.peak_bytes == pytest.approx(exact.peak().total, rel=1e-4)
+        assert told.breakdown.step == sum(told.breakdown.parts().values())
+        for part, took in exact.breakdown().parts().items():
+            assert told.breakdown.parts()[part] == pytest.approx(took, abs=4e-3 * exact.step), part
+
+
 def test_what_cannot_fit_is_not_described_but_rejected() -> None:
     """The ranking is that of a search that describes every size; larger ones are known to fail."""
     workload, described = Workload(256, 1, 16), []

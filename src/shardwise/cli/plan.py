@@ -347,7 +347,10 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
     console, heads = open_console(_WIDTH), list(_COLUMNS)
     if len(ranking):
-        lines = [[show(candidate) for show in _COLUMNS.values()] for candidate in ranking.distinct()[:top]]
+        lines = [
+            [show(candidate) for show in _COLUMNS.values()]
+            for candidate in ranking.distinct()[:top]
+        ]
         title = f"{question.model} on {question.cluster}, {title}"
         print_table(title, heads, lines, {}, heads[:5], _WIDTH)
     console.print(ranking.explain(), highlight=False)

@@ -48,6 +48,17 @@ class Candidate:
             workload.tokens_on(plan.mesh) / (timeline.step_ms / 1e3),
         )
 
+    def extended(self, shorter: Candidate, workload: Workload, more: int) -> Candidate:
+        """For `more` micro-batches, each of which adds what this one has over the `shorter` one."""
+        took, before = vars(self.breakdown), vars(shorter.breakdown)
+        breakdown = Breakdown(
+            **{name: took[name] + more * (took[name] - before[name]) for name in took}
+        )
+        step_ms = self.step_ms + more * (self.step_ms - shorter.step_ms)
+        peak = self.peak_bytes + more * (self.peak_bytes - shorter.peak_bytes)
+        tokens = workload.tokens_on(self.plan.mesh) / (step_ms / 1e3)
+        return Candidate(self.plan, workload, step_ms, peak, self.limit_bytes, breakdown, tokens)
+
     @property
     def exposed_ms(self) -> float:
         return (self.breakdown.exposed_transfer + self.breakdown.waiting_for_peers) / 1e6

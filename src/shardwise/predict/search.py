@@ -37,6 +37,7 @@ from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import Source, as_source
 from shardwise.predict.step import EngineStep, StepOptions
 
+SIMULATED = 6  # micro-batches, of twice as many and more
 USUAL_SHARDS = 512  # ranks of a shard group
 # What a smaller micro-batch foretells is not described when it exceeds the limit by so much.
 SURELY_TOO_MUCH = 1.15
@@ -196,11 +197,25 @@ class _Search:
         if peak * (1 + MEMORY_MARGIN) > self.limit:
             self.rejected[key] = Rejected(title_of(plan, workload), plan.title, int(peak))
             return None
-        timeline = simulate(
-            resolved, description, self.cluster, workload, costs=self.costs, options=self.options
-        )
-        self.found[key] = Candidate.of(resolved, workload, timeline, self.limit)
+        self.found[key] = self._predict(resolved, description, workload)
         return self.found[key]
+
+    def _predict(self, plan: Plan, description: ModelDescription, workload: Workload) -> Candidate:
+        """From the Timeline of the step. Of many equal micro-batches a few are simulated: what one
+        more adds, all the others add too.
+        """
+
+        def simulated(count: int) -> Candidate:
+            part = dataclasses.replace(workload, micro_batches=count)
+            timeline = simulate(
+                plan, description, self.cluster, part, costs=self.costs, options=self.options
+            )
+            return Candidate.of(plan, part, timeline, self.limit)
+
+        more = workload.micro_batches - SIMULATED
+        if workload.sizes is not None or more <= SIMULATED:
+            return simulated(workload.micro_batches)
+        return simulated(SIMULATED).extended(simulated(SIMULATED - 1), workload, more)
 
     def _estimate(self, plan: Plan, workload: Workload) -> float:
         """The peak in proportion to that of a smaller micro-batch, which is known to a few percent
@@ -215,7 +230,7 @@ class _Search:
         if several and key in self._too_large:
             return self._too_large[key]
         size, resolved, description = known
-        grown = scaled(description, workload.micro_batch / size)
+        grown = scaled(description, workload.micro_batch / size, kernels=False)
         peak = self._peak(resolved, grown, workload)
         if several and peak > self.limit * SURELY_TOO_MUCH:
             self._too_large[key] = peak
@@ -233,8 +248,7 @@ class _Search:
         }
         held = description.input_bytes + description.buffer_bytes
         return max(
-            EngineStep(plan, works, self.costs, workload, self.options, held).build(s).peak()
-            for s in sizes
+            EngineStep(plan, works, self.costs, workload, self.options, held).peak(s) for s in sizes
         )
 
     def refine(self, candidate: Candidate) -> None:

@@ -13,7 +13,7 @@ from shardwise.planning.executor import PlannedExecutor, PlannedUnit
 from shardwise.planning.memory import plan_schedule
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
-from shardwise.predict.program import Builder, Change, Op, Program, Work, rounded
+from shardwise.predict.program import Builder, Change, Op, PeakCounter, Program, Work, rounded
 from shardwise.schedule.drive import Part, run_backward, run_forward, settle
 from shardwise.timeline import COMPUTE
 
@@ -65,6 +65,13 @@ class Step:
 
     def run_nothing(self) -> None:
         """A step without micro-batches."""
+
+    def peak(self, sizes: Sequence[int]) -> int:
+        """The most bytes at any moment of that Program, which is not made."""
+        counter = PeakCounter(self.costs)
+        self.b = counter
+        self.build(sizes)
+        return counter.peak()
 
     def build(self, sizes: Sequence[int]) -> Program:
         """The Program of a rank whose micro-batches have `sizes` sequences."""
