@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -258,18 +258,11 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
         emulation.close()
 
 
-class Collectives(Protocol):
-    """What stands in for torch.distributed's collectives, with their arguments."""
-
-    all_gather: Callable[..., Work | None]
-    all_gather_grouped: Callable[..., Work | None]
-    reduce_scatter: Callable[..., Work | None]
-    all_reduce: Callable[..., Work | None]
-
-
 @contextmanager
-def in_place_of_torch(stand_in: Collectives) -> Iterator[None]:
-    """Both engines call `stand_in` meanwhile."""
+def in_place_of_torch(stand_in: Any) -> Iterator[None]:
+    """Both engines call `stand_in` meanwhile: its `all_gather`, `all_gather_grouped`,
+    `reduce_scatter` and `all_reduce`.
+    """
     replaced = {
         "all_gather_single": stand_in.all_gather,
         "all_gather_into_tensor": stand_in.all_gather,

@@ -238,7 +238,10 @@ def _tell_growth(rows: list[Row], way: str) -> str:
     worlds: dict[int, list[tuple[int, float]]] = {}
     for row in rows:
         worlds.setdefault(row["blocks"], []).append((row["world"], per_block(row)))
-    by_world = sorted(max(worlds.values(), key=len, default=[]))
+    by_world: list[tuple[int, float]] = []
+    for found in worlds.values():
+        if len(found) > len(by_world):
+            by_world = sorted(found)
     if len(by_blocks) < 2 or len(by_world) < 2:
         return f"{way}: too few rows to tell how it grows"
     return (
