@@ -367,3 +367,50 @@ def _copies_of_all() -> None:
 
 def test_copies_of_a_model_train(two: Ranks) -> None:
     two.run(_copies_of_all)
+
+
+class FewRows(nn.Linear):
+    """Its parameters have fewer rows than there are ranks: most of what is sent is padding."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__(6, 1)
+        self.scale = nn.Parameter(torch.tensor(0.5)) if scaled else 0.5  # 0-d
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * super().forward(x).tanh()
+
+
+def _few_rows(scaled: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(FewRows(scaled) for _ in range(3)))
+
+
+def _train_few_rows(shard: str, gather: str) -> None:
+    """Steps, an evaluation that writes to the shown parameters between them, and the end."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = torch.randn(4, world, 6, generator=torch.Generator().manual_seed(1))
+    ours, alone = (_few_rows(scaled=shard == "plan") for _ in range(2))
+    if shard == "plan":
+        sw.shard(ours, sw.Plan.of("zero3", mesh=world, gather=gather, keep_after_forward=True))
+    else:
+        for module in (*ours, ours):
+            sw.fully_shard(module)
+    share = 1 if shard == "plan" else world  # fully_shard averages
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, alone)]
+    for step in data:
+        (ours(step[rank]).square().sum() * share).backward()
+        alone(step).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert torch.allclose(ours(step[rank]), alone(step[rank]), atol=1e-5)
+    found = {name: p.full_tensor() for name, p in ours.named_parameters()}
+    for name, parameter in alone.named_parameters():
+        assert torch.allclose(found[name], parameter, atol=1e-5), name
+
+
+def test_parameters_of_few_rows_train_to_one_process(four: Ranks) -> None:
+    """A host packs and copies out the rows and leaves the padding."""
+    for shard, gather in (("plan", "packed"), ("plan", "each"), ("fully_shard", "auto")):
+        four.run(_train_few_rows, shard, gather)

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.engine.gradients import _lay_rows
+from shardwise.engine.torch_private import chunk_cat
 from shardwise.planning.rows import ALIGNMENT, Rows, lay_out
 from shardwise.planning.units import group_by_bytes
 
@@ -87,3 +89,27 @@ def test_groups_keep_order_and_limit(sizes: list[int], limit: int) -> None:
         assert sum(group) <= limit or len(group) == 1
     for left, right in pairwise(groups):
         assert sum(left) + right[0] > limit  # a neighbour would not have fitted
+
+
+@given(
+    rows=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    width=st.integers(1, 5),
+    ranks=st.integers(2, 24),
+)
+def test_rows_are_laid_as_chunk_cat_lays_them(rows: list[int], width: int, ranks: int) -> None:
+    """Strided ones too, and cast; what is padding stays as it was: zeros."""
+    tensors = [torch.randn(width, count).t() for count in rows] + [torch.randn(rows[0])]
+    numel = sum(Rows(tuple(t.shape), ranks).part for t in tensors)
+    expected = torch.empty(ranks, numel, dtype=torch.float64)
+    chunk_cat([t.contiguous() for t in tensors], ranks, expected)
+    laid = torch.zeros_like(expected)
+    _lay_rows(tensors, laid)
+    assert torch.equal(laid, expected)
+
+
+def test_a_layout_knows_how_much_of_it_is_padding() -> None:
+    assert [Rows((rows, 4), 8).holders for rows in (0, 1, 5, 8, 9, 16)] == [0, 1, 5, 8, 5, 8]
+    assert Rows((), 8).holders == 8
+    assert lay_out([(3, 4), (3,)], 8).mostly_padding
+    assert not lay_out([(4, 4)], 8).mostly_padding
+    assert not lay_out([()], 8).mostly_padding

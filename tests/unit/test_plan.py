@@ -112,6 +112,26 @@ def test_a_plan_file_edited_wrongly_is_told(text: str, told: str) -> None:
         Plan.from_json(text)
 
 
+def test_small_parameters_of_large_groups_are_kept_whole_where_they_would_be_padding() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 64, bias=False))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))  # 0-d: never padded
+
+    def kept(ranks: int, mesh: Any = None, **settings: Any) -> set[str]:
+        plan = Plan.of("hsdp" if mesh else "zero3", mesh or ranks, **settings).resolve(model)
+        assert Plan.from_json(plan.to_json()) == plan
+        return {p.name for unit in plan.require_units() if unit.whole for p in unit.parameters}
+
+    assert kept(8) == kept(64) == set()  # no padding in 64 parts of 64 rows
+    # 2.weight would be padding too, but 262,144 elements are much to keep on every rank.
+    assert kept(128) == kept(4096) == {"0.weight", "0.bias"}
+    assert kept(8192) == {"0.weight", "0.bias", "1.bias"}
+    assert kept(0, mesh=(512, 8)) == set()  # the shard group counts, not the world
+    assert kept(4096, whole_below=0) == set()
+    assert kept(4096, whole_below=300) == {"0.bias", "scale"}
+    explained = Plan.of("zero3", 4096).resolve(model).explain()
+    assert "whole on every rank: 2 tensors, 16.25 KiB" in explained
+
+
 def test_parameters_kept_whole_are_units_of_their_own() -> None:
     """By name (also a tied one's other name) and by size; JSON, explain; a pattern must match."""
     model = build("odd")

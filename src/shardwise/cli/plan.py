@@ -225,7 +225,7 @@ def _details(candidate: Candidate) -> str:
 
 def lay_table(ranking: Ranking, top: int, width: int) -> list[str]:
     """The first plans, with all of their settings, in lines of `width`."""
-    shown = ranking[:top]
+    shown = ranking.distinct()[:top]
     heads = list(_COLUMNS)
     heads[heads.index("tokens/s")] = shown[0].rate_unit
     rows = [heads, *[[show(candidate) for show in _COLUMNS.values()] for candidate in shown]]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from shardwise.checked import Count, Natural, NotNegative, check_bounds
@@ -94,7 +95,7 @@ class PassFacts:
         """Bytes read and written by all kernels."""
         return sum(kernel.total_bytes for kernel in self.kernels)
 
-    @property
+    @cached_property
     def launches(self) -> int:
         """How many kernels the host issues."""
         return sum(kernel.count for kernel in self.kernels)

@@ -133,6 +133,8 @@ class Workload:
     def tokens_on(self, mesh: tuple[int, int]) -> int:
         """Tokens of one step over all ranks of a mesh (replicate, shard)."""
         world, rows = mesh[0] * mesh[1], len(self.sizes or ((),))
+        if self.sizes is None:
+            return world * self.micro_batch * self.micro_batches * self.sequence
         sequences = (
             self.size_of(row_of(rank, mesh, rows), index)
             for rank in range(world)

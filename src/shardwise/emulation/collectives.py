@@ -251,27 +251,37 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
     communication library's kernel would; 0: copies at full speed, then nothing that takes room.
     """
     emulation = Emulation(network, occupancy)
+    try:
+        with in_place_of_torch(emulation), _hook_ddp():
+            yield emulation
+    finally:
+        emulation.close()
+
+
+@contextmanager
+def in_place_of_torch(stand_in: Any) -> Iterator[None]:
+    """Both engines call `stand_in` meanwhile: its `all_gather`, `all_gather_grouped`,
+    `reduce_scatter` and `all_reduce`.
+    """
     replaced = {
-        "all_gather_single": emulation.all_gather,
-        "all_gather_into_tensor": emulation.all_gather,
-        "reduce_scatter_single": emulation.reduce_scatter,
-        "reduce_scatter_tensor": emulation.reduce_scatter,
-        "all_reduce": emulation.all_reduce,
+        "all_gather_single": stand_in.all_gather,
+        "all_gather_into_tensor": stand_in.all_gather,
+        "reduce_scatter_single": stand_in.reduce_scatter,
+        "reduce_scatter_tensor": stand_in.reduce_scatter,
+        "all_reduce": stand_in.all_reduce,
     }
     # Which of the names exist depends on torch's version.
     originals = {name: getattr(dist, name) for name in replaced if hasattr(dist, name)}
     grouped = torch_private.all_gather_grouped
     for name in originals:
         setattr(dist, name, replaced[name])
-    torch_private.all_gather_grouped = emulation.all_gather_grouped
+    torch_private.all_gather_grouped = stand_in.all_gather_grouped
     try:
-        with _hook_ddp():
-            yield emulation
+        yield
     finally:
         torch_private.all_gather_grouped = grouped
         for name, original in originals.items():
             setattr(dist, name, original)
-        emulation.close()
 
 
 def _gathers(output: torch.Tensor, source: torch.Tensor, group: Any) -> Move:

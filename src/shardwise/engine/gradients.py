@@ -61,7 +61,8 @@ class Gradients:
         # Permanent, where one multi-tensor copy can pack it: on a GPU, with every gradient cut
         # evenly among several ranks.
         even = all(r.even and r.part and not r.dim for r in layout.rows)
-        has_slot = mesh.device.type == "cuda" and even and layout.ranks > 1
+        few = Slot.pays(len(layout.rows) + 1, layout.ranks)
+        has_slot = mesh.device.type == "cuda" and even and few
         self.slot: Slot | None = None
         if has_slot:
             sizes = [*(r.part for r in layout.rows), self.counts]
@@ -72,6 +73,8 @@ class Gradients:
         self.fills_early = whole and self.offload is None and not self.has_dtensors
         self._filling: Filling | None = None
         self._numbers = {id(shown): i for i, shown in enumerate(self.shown)}
+        # A host writes the rows that are there; one kernel of a GPU writes the padding too.
+        self._sparse = layout.mostly_padding and mesh.device.type == "cpu"
         self.sums: torch.Tensor | None = None
         self.flat: torch.Tensor | None = None
         self.locals: list[torch.Tensor] = []
@@ -331,7 +334,10 @@ class Gradients:
         ranks, slot = self.layout.ranks, into
         if slot is None:
             numel, device = ranks * self.shard_numel, self.mesh.device
-            slot = torch.empty(numel, dtype=self.reduce_dtype, device=device)
+            make = torch.zeros if self._sparse else torch.empty
+            slot = make(numel, dtype=self.reduce_dtype, device=device)
+        elif self._sparse:
+            slot.zero_()
         if self._odd:
             rows = self.layout.rows
             pairs = zip(found, rows, strict=False)
@@ -339,9 +345,28 @@ class Gradients:
             found = [*cut, *found[len(rows) :]]
         if found and ranks == 1:
             torch.cat([grad.reshape(-1) for grad in found], out=slot)
+        elif found and self._sparse:
+            _lay_rows(found, slot.view(ranks, -1))
         elif found:
             torch_private.chunk_cat(found, ranks, slot.view(ranks, -1))
         return slot
+
+
+def _lay_rows(tensors: Sequence[torch.Tensor], by_rank: torch.Tensor) -> None:
+    """What `chunk_cat` writes, but for the zeros, which are there: it takes time for every rank."""
+    into, rows, at = [], [], 0
+    for tensor in tensors:
+        per_rank = -(-len(tensor) // len(by_rank))
+        ranks, rest = divmod(len(tensor), per_rank)
+        flat = tensor.reshape(len(tensor), -1)
+        part = per_rank * flat.shape[1]
+        into.append(by_rank[:ranks, at : at + part])
+        rows.append(flat[: ranks * per_rank].reshape(ranks, part))
+        if rest:
+            into.append(by_rank[ranks, at : at + rest * flat.shape[1]])
+            rows.append(flat[ranks * per_rank :].reshape(-1))
+        at += part
+    torch_private.foreach_copy_(into, rows)
 
 
 def _rank_after_rank(grad: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -380,6 +405,15 @@ class Slot:
     """A reduce's input whose pieces, one for every tensor and rank, are made once. A rank has
     tensor after tensor, from `starts` on.
     """
+
+    # Each piece costs the host about a microsecond in every step, and some memory for good;
+    # `chunk_cat` costs the device more, but the host the same for any number of ranks.
+    MOST_PIECES = 2048
+
+    @classmethod
+    def pays(cls, tensors: int, ranks: int) -> bool:
+        """Whether so few pieces are better copied one by one."""
+        return ranks > 1 and tensors * ranks <= cls.MOST_PIECES
 
     def __init__(
         self,

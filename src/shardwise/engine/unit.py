@@ -59,6 +59,8 @@ class UnitGather:
         self.parts = [flat.view(group.size, -1) for flat in self.flats]
         self.pieces = list(source.split(self.sizes))
         self.own = [part[group.rank] for part in self.parts]
+        # How many ranks' pieces of each have rows in them; the rest is padding.
+        self._holders = [-(-layout.rows[i].holders // factor) for i in moved]
         cut_inside = [not whole and layout.rows[i].dim > 0 for i in moved]
         self.scattered = any(cut_inside) and group.size > 1
         if self.scattered:
@@ -70,6 +72,8 @@ class UnitGather:
         self.mode = self._choose(mode)
         # What arrives has to be copied out: `full` is not written before `unpack`.
         self.stages = self.mode == "packed" and group.size > 1
+        # A host leaves padding where it is; for a GPU one kernel that copies all is less work.
+        self._sparse = layout.mostly_padding and full.device.type == "cpu" and not self.scattered
 
     def _choose(self, asked: str) -> str:
         if self.scattered or self.custom is not None:
@@ -83,13 +87,21 @@ class UnitGather:
         """This rank's piece of `full` is what the source holds now. For dims other than 0 nobody
         looks.
         """
-        pairs = zip(self.own, self.pieces, strict=True)
-        return not self.scattered and all(torch.equal(own, piece.to(own)) for own, piece in pairs)
+        return not self.scattered and all(
+            torch.equal(own, piece.to(own))
+            for own, piece in zip(*self._held(self.own), strict=True)
+        )
+
+    def _held(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Of each parameter of which this rank has rows: the tensor given for it, and its piece."""
+        rank = self.group.rank
+        here = [i for i, holders in enumerate(self._holders) if rank < holders]
+        return [tensors[i] for i in here], [self.pieces[i] for i in here]
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Copy this rank's piece of `full` to the source; what a cast alone has changed stays."""
-        for part, piece in zip(self.parts, self.pieces, strict=True):
+        for part, piece in zip(*self._held(self.parts), strict=True):
             own = part[self.group.rank].reshape(-1)
             piece.copy_(torch.where(own == piece.to(own), piece, own.to(piece)))
 
@@ -129,6 +141,12 @@ class UnitGather:
                 split = staging.split(self.sizes, dim=1)
                 torch_private.foreach_copy_(
                     self.parts, [s.reshape(p.shape) for s, p in zip(split, self.parts, strict=True)]
+                )
+            elif self._sparse:
+                split = staging.split(self.sizes, dim=1)
+                torch_private.foreach_copy_(
+                    [part[:held] for part, held in zip(self.parts, self._holders, strict=True)],
+                    [piece[:held] for piece, held in zip(split, self._holders, strict=True)],
                 )
             else:
                 torch.split_with_sizes_copy(staging, self.sizes, dim=1, out=self.parts)

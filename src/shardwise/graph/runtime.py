@@ -133,10 +133,11 @@ def _scatter(
 
 
 def _pack(gradients: list[Tensor], ranks: int, mine: Tensor) -> _Packed | None:
-    """By one multi-tensor copy, where every gradient is cut evenly: on a GPU it takes less time
-    than `chunk_cat`, whose many blocks keep the next matrix product waiting.
+    """By one multi-tensor copy, where every gradient is cut evenly among not too many ranks: on a
+    GPU it takes less time than `chunk_cat`, whose many blocks keep the next matrix product waiting.
     """
-    if not all(g.dim() and g.shape[0] % ranks == 0 for g in gradients):
+    even = all(g.dim() and g.shape[0] % ranks == 0 for g in gradients)
+    if not (even and Slot.pays(len(gradients), ranks)):
         return None
     sizes = tuple(g.numel() // ranks for g in gradients)
     free = _free_slots.setdefault((sizes, ranks, mine.dtype, mine.device), [])

@@ -76,9 +76,10 @@ class Plan:
     )
 
     # Parameters that every rank keeps whole, with their gradients and optimizer state: those with a
-    # name that matches a shell pattern, and those of fewer bytes. ddp keeps all of them so.
+    # name that matches a shell pattern, and those of fewer bytes; None: in large shard groups small
+    # ones that would be mostly padding. ddp keeps all of them so.
     whole: tuple[str, ...] = ()
-    whole_below: int = 0
+    whole_below: int | None = None
 
     units: tuple[UnitSpec, ...] | None = None
     # The caller's own mesh: its groups are used. Not part of the value; JSON keeps its shape.
@@ -137,10 +138,9 @@ class Plan:
                 f"Plan.whole is {self.whole!r}, expected patterns of parameter names, such as "
                 "('*.norm.*', 'head.bias')"
             )
-        if type(self.whole_below) is not int or self.whole_below < 0:
-            raise ValueError(
-                f"Plan.whole_below is {self.whole_below!r}, expected a whole number of bytes"
-            )
+        below = self.whole_below
+        if below is not None and (type(below) is not int or below < 0):
+            raise ValueError(f"Plan.whole_below is {below!r}, expected a whole number of bytes")
 
     def _check_mesh(self) -> None:
         mesh = self.mesh
@@ -202,7 +202,9 @@ class Plan:
         unused: a parameter that only some ranks used: "zeros" from the others, or an "error".
         average: divide the sums of gradients by the number of ranks (False: the loss does).
         whole: name patterns of parameters that every rank keeps whole, their gradients all-reduced.
-        whole_below: the same for parameters of fewer bytes than this.
+        whole_below: the same for parameters of fewer bytes than this; 0: none. By default, in shard
+            groups of 64 ranks and more, parameters of fewer than 100,000 elements that have at most
+            half as many rows as there are ranks: cut, they would be mostly padding.
         gather: packed, grouped, each; auto is what measured best for the backend and the sizes.
         """
         settings = cast(dict[str, Any], given)
@@ -289,7 +291,7 @@ class Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan
         that has units already must fit the model exactly.
         """
-        whole = Whole(self.whole, self.whole_below)
+        whole = Whole(self.whole, self.whole_below, self.shard)
         if self.name == "ddp":
             whole.find(model)  # keeps everything so; a pattern must match something all the same
             bucket = self.message_bytes

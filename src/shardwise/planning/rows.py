@@ -74,6 +74,13 @@ class Rows:
         """No padding: every rank keeps the same number of rows."""
         return not self.replicated and self.rows * self.ranks == self.shape[self.dim]
 
+    @property
+    def holders(self) -> int:
+        """Ranks that keep any of it: fewer than `ranks` where there are fewer rows."""
+        if self.replicated:
+            return self.ranks
+        return -(-self.shape[self.dim] // self.rows) if self.part else 0
+
     def span(self, rank: int) -> tuple[int, int]:
         """First row and one past the last row that `rank` keeps. Empty when there are fewer rows
         than ranks.
@@ -121,6 +128,14 @@ class Layout:
     def full_numel(self) -> int:
         """Elements of the gathered unit, padding included."""
         return self.shard_numel * self.ranks
+
+    @property
+    def mostly_padding(self) -> bool:
+        """Less than half of the gathered unit is parameters: they have far fewer rows than there
+        are ranks.
+        """
+        held = sum(rows.holders * rows.part for rows in self.rows)
+        return 2 * held < self.full_numel
 
     @property
     def counts(self) -> int:

@@ -31,7 +31,7 @@ class Settings(TypedDict, total=False):
     unused: str
     average: bool
     whole: str | Sequence[str]
-    whole_below: int
+    whole_below: int | None
     gather: str
 
 

@@ -77,12 +77,19 @@ class Cut:
         )
 
 
+# In shard groups of this many ranks and more, a parameter that would be padded to twice its size or
+# more is kept whole if it has fewer elements than DeepSpeed keeps whole anyway.
+LARGE_GROUP = 64
+SMALL_NUMEL = 100_000
+
+
 @dataclass(frozen=True)
 class Whole:
     """Which parameters every rank keeps whole: by name, or by size."""
 
     patterns: tuple[str, ...] = ()
-    below: int = 0  # bytes
+    below: int | None = 0  # bytes; None: small ones that would be mostly padding
+    ranks: int = 1  # of the shard group
 
     def find(self, model: nn.Module) -> frozenset[str]:
         """First names of these parameters. Error for a pattern that matches none."""
@@ -91,12 +98,21 @@ class Whole:
         for names, parameter in places(model):
             hits = [p for p in self.patterns if any(fnmatch.fnmatchcase(n, p) for n in names)]
             missed = [pattern for pattern in missed if pattern not in hits]
-            if hits or parameter.numel() * parameter.element_size() < self.below:
+            if hits or self._is_small(parameter):
                 found.add(names[0])
         if missed:
             known = [names[0] for names, _ in places(model)][:12]
             raise ValueError(f"whole: {missed[0]!r} matches no parameter; the model has {known}")
         return frozenset(found)
+
+    def _is_small(self, parameter: nn.Parameter) -> bool:
+        if self.below is not None:
+            return parameter.numel() * parameter.element_size() < self.below
+        if self.ranks < LARGE_GROUP or parameter.numel() >= SMALL_NUMEL:
+            return False
+        # A 0-d parameter has no rows to pad, and an empty one nothing to keep.
+        rows = parameter.shape[0] if parameter.dim() else 0
+        return rows > 0 and parameter.numel() > 0 and 2 * rows <= self.ranks
 
 
 Run = list[tuple[str, nn.Module]]  # modules that form one unit

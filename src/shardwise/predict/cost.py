@@ -31,6 +31,7 @@ class Costs:
     _collectives: dict[tuple[str, float, Members], float] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _links: dict[Members, str] = field(default_factory=dict, compare=False, repr=False)
     _passes: dict[int, tuple[PassFacts, float]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -111,7 +112,10 @@ class Costs:
         """What transfers of other groups of the same rank share the bandwidth of, if any do."""
         if self.emulated or members.ranks == 1:
             return ""
-        return "+".join(hop.level.name for hop in find_hops(self.cluster, members))
+        if members not in self._links:
+            hops = find_hops(self.cluster, members)
+            self._links[members] = "+".join(hop.level.name for hop in hops)
+        return self._links[members]
 
     @property
     def share(self) -> float:

@@ -250,9 +250,11 @@ def by_modules(plan: Plan, model: nn.Module) -> Plan:
     """The Plan whose units a description follows: parameters that are kept whole travel apart, but
     count with the modules that compute with them.
     """
-    if plan.whole or plan.whole_below:
-        plan = dataclasses.replace(plan, whole=(), whole_below=0, units=None)
-    return plan.resolve(model)
+    resolved = plan.resolve(model)
+    if any(unit.whole for unit in resolved.require_units()):
+        apart = dataclasses.replace(plan, whole=(), whole_below=0, units=None)
+        return apart.resolve(model)
+    return resolved
 
 
 def _checkpointed(

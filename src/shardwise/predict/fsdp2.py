@@ -30,7 +30,9 @@ class Fsdp2Step(Step):
                 f"fully_shard has no {self.plan.title!r}; use zero2, zero3 or hsdp over one of them"
             )
         if any(unit.whole for unit in self.plan.require_units()):
-            raise ValueError("fully_shard keeps no parameters whole; leave out whole, whole_below")
+            raise ValueError(
+                "fully_shard keeps no parameters whole; use whole=() and whole_below=0"
+            )
         self.reshards = self.plan.strategy.parameters == "shard"
         self.copied_out = [-1, -1]  # the copy-outs before the last one, and the last one
         self.last_scatter = -1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardwise.description.collectives import Members
 from shardwise.description.model import (
@@ -95,8 +96,9 @@ class Builder:
     def add(self, op: Op) -> int:
         """Queue an operation; gives its number."""
         if op.stream == COMPUTE:
-            op = replace(op, after=(*op.after, *self._joined))
-            self._joined.clear()
+            if self._joined:
+                op = replace(op, after=(*op.after, *self._joined))
+                self._joined.clear()
             self.last_compute = len(self.ops)
         self.ops.append(op)
         return len(self.ops) - 1
@@ -204,6 +206,46 @@ class Builder:
         return Program(tuple(self.ops), tuple(self.changes))
 
 
+class PeakCounter(Builder):
+    """Counts bytes in the order in which a Builder would note them, and makes no operations: many
+    times quicker where only the peak is asked for.
+    """
+
+    held = most = 0
+
+    def peak(self) -> int:
+        for change in self.changes:  # of the step's end
+            self._move(change.nbytes)
+        self.changes.clear()
+        return self.most
+
+    def _move(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.most = max(self.most, self.held)
+
+    def add(self, op: Op) -> int:
+        return -1
+
+    def compute(self, part: PassFacts, name: str, unit: str, peaks: bool = True) -> int:
+        kept = max(0, part.net_bytes)
+        self._move(kept)
+        if peaks:
+            self.most = max(self.most, self.held + part.peak_bytes - kept)
+        self._move(part.net_bytes - kept)
+        return -1
+
+    def copy(self, *_: Any) -> int:
+        return -1
+
+    def collective(self, *_: Any) -> int:
+        return -1
+
+    def engine_work(self, *_: Any) -> None: ...
+
+    def hold(self, role: str, nbytes: int) -> None:
+        self._move(rounded(nbytes) if nbytes > 0 else -rounded(-nbytes))
+
+
 @dataclass(frozen=True)
 class Work:
     """One micro-batch as the schedule needs it: segments in forward order, with the numbers of the
@@ -255,17 +297,21 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
     return Work(segments, tuple(uses), tuple(grads), tuple(lacking), frozenset(idle))
 
 
-def scaled(description: ModelDescription, factor: float) -> ModelDescription:
-    """The same model on a micro-batch of another size: work and activations in proportion."""
+def scaled(description: ModelDescription, factor: float, kernels: bool = True) -> ModelDescription:
+    """The same model on a micro-batch of another size: work and activations in proportion. Without
+    `kernels`, activations alone.
+    """
     if factor == 1:
         return description
     known: dict[int, PassFacts] = {}
 
     def scale(part: PassFacts) -> PassFacts:
         if id(part) not in known:
-            kernels = tuple(_scale_kernel(k, factor) for k in part.kernels)
+            work = part.kernels
+            if kernels:
+                work = tuple(_scale_kernel(k, factor) for k in part.kernels)
             peak, net = round(part.peak_bytes * factor), round(part.net_bytes * factor)
-            known[id(part)] = PassFacts(kernels, max(peak, net, 0), net)
+            known[id(part)] = PassFacts(work, max(peak, net, 0), net)
         return known[id(part)]
 
     units = tuple(

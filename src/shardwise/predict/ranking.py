@@ -89,6 +89,24 @@ class Candidate:
             (timeline.step_ms * low, timeline.step_ms * high),
         )
 
+    def extended(self, shorter: Candidate, workload: Workload, more: int) -> Candidate:
+        """For `more` micro-batches, each of which adds what this one has over the `shorter` one."""
+        took, before = vars(self.breakdown), vars(shorter.breakdown)
+        step_ms = self.step_ms + more * (self.step_ms - shorter.step_ms)
+        assert self.range_ms is not None
+        low, high = (bound / self.step_ms * step_ms for bound in self.range_ms)
+        return dataclasses.replace(
+            self,
+            workload=workload,
+            step_ms=step_ms,
+            peak_bytes=self.peak_bytes + more * (self.peak_bytes - shorter.peak_bytes),
+            breakdown=Breakdown(
+                **{name: took[name] + more * (took[name] - before[name]) for name in took}
+            ),
+            tokens_per_s=workload.tokens_on(self.plan.mesh) / (step_ms / 1e3),
+            range_ms=(low, high),
+        )
+
     @property
     def exposed_ms(self) -> float:
         return (self.breakdown.exposed_transfer + self.breakdown.waiting_for_peers) / 1e6
@@ -109,6 +127,16 @@ class Candidate:
     @property
     def title(self) -> str:
         return title_of(self.plan, self.workload)
+
+    def gives_way_to(self, other: Candidate) -> bool:
+        """One of zero1 and zero2 where the other says the same with no more memory."""
+        alike = {self.plan.name, other.plan.name} == {"zero1", "zero2"}
+        if not (alike and self.workload == other.workload and self.settings() == other.settings()):
+            return False
+        ties = abs(self.step_ms - other.step_ms) < WORTH * self.step_ms
+        if self.peak_bytes == other.peak_bytes:
+            return ties and self.plan.name == "zero2"
+        return ties and other.peak_bytes < self.peak_bytes
 
     def settings(self) -> dict[str, Any]:
         """The Plan's settings that are not the defaults."""
@@ -183,6 +211,12 @@ class Ranking(Sequence[Candidate]):
         for candidate in self.candidates:
             found.setdefault(candidate.plan.title, candidate)
         return list(found.values())
+
+    def distinct(self) -> list[Candidate]:
+        """Without a zero1 that takes as long as the same zero2 and no less memory, or the other way
+        round.
+        """
+        return [c for c in self.candidates if not any(map(c.gives_way_to, self.candidates))]
 
     def explain(self) -> str:
         """Why the winner wins, against the best of every other strategy."""

@@ -25,7 +25,7 @@ from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import MIB
 from shardwise.predict.cost import Costs
-from shardwise.predict.program import works_of
+from shardwise.predict.program import scaled, works_of
 from shardwise.predict.ranking import (
     GB,
     MEMORY_MARGIN,
@@ -38,6 +38,11 @@ from shardwise.predict.ranking import (
 from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import Source, as_example, as_source, workload_of
 from shardwise.predict.step import EngineStep, StepOptions
+
+SIMULATED = 6  # micro-batches, of twice as many and more
+USUAL_SHARDS = 512  # ranks of a shard group
+# What a smaller micro-batch foretells is not described when it exceeds the limit by so much.
+SURELY_TOO_MUCH = 1.15
 
 
 def search(
@@ -124,10 +129,10 @@ def search(
             f"{', '.join(strategies) or 'no strategy'} has no mesh on {world} ranks: hsdp needs a "
             "number of ranks that divides into groups; use zero3, or another number of ranks"
         )
-    splits = run.possible(plans[0], list(_splits(workload, checkpoints)))
     for plan in plans:
-        for split in splits:
+        for split in _splits(workload, checkpoints):
             run.consider(plan, split)
+    run.check_some_ran()
     for candidate in run.ranking().best_of_each():
         run.refine(candidate)
     return run.ranking()
@@ -185,32 +190,41 @@ class _Search:
     found: dict[tuple[Plan, Workload], Candidate] = field(default_factory=dict)
     rejected: dict[tuple[Plan, Workload], Rejected] = field(default_factory=dict)
     dropped: int = 0
-    notes: list[str] = field(default_factory=list)
+    # Ways to split the work in which the model does not run, and why.
+    failed: dict[tuple[str, str], tuple[Workload, UserError]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.costs = Costs.of(self.cluster)
+        # Of each Plan and way of checkpointing, the last description: its micro-batch's size.
+        self._described: dict[tuple[Plan, str], tuple[int, Plan, ModelDescription]] = {}
+        # The smallest of several micro-batches that is surely too large, and its peak.
+        self._too_large: dict[tuple[Plan, str], float] = {}
 
-    def possible(self, plan: Plan, splits: list[Workload]) -> list[Workload]:
-        """Those that the model runs: one with batch norms may need two samples, a block that keeps
-        something may not bear to run twice. An error if it runs none.
+    def _describe(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription] | None:
+        """None where the model does not run so: one with batch norms may need two samples, a block
+        that keeps something may not bear to run twice.
         """
-        run: list[Workload] = []
-        failed: list[tuple[Workload, UserError]] = []
-        for split in splits:
-            try:
-                self.source.at(plan, split)
-                run.append(split)
-            except UserError as error:
-                failed.append((split, error))
-        if not run:
-            raise failed[-1][1]
+        key = (workload.split, workload.checkpoint)
+        if key in self.failed:
+            return None
+        try:
+            return self.source.at(plan, workload)
+        except UserError as error:
+            self.failed[key] = workload, error
+            return None
+
+    def check_some_ran(self) -> None:
+        """The model's own error if it ran in no way."""
+        if self.failed and not self.found and not self.rejected:
+            raise [error for _, error in self.failed.values()][-1]
+
+    def _tell_failed(self) -> list[str]:
         reasons: dict[str, list[str]] = {}
-        for split, why in failed:
+        for split, why in self.failed.values():
             again = ", recomputing" * (split.checkpoint != "none")
             said = tell(why.__cause__) if why.__cause__ else str(why)
             reasons.setdefault(said, []).append(f"{split.split} {split.of}{again}")
-        self.notes += [f"not tried: {', '.join(s)}: {why}" for why, s in reasons.items()]
-        return run
+        return [f"not tried: {', '.join(s)}: {why}" for why, s in reasons.items()]
 
     def starting_plans(self, world: int, strategies: Sequence[str]) -> Iterator[Plan]:
         for name in strategies:
@@ -222,11 +236,16 @@ class _Search:
                     yield Plan.of("hsdp", (world // shard, shard), inner=inner, **self.dtypes)
 
     def _shard_groups(self, world: int) -> list[int]:
-        """Shard groups worth trying: a node, the largest even part of one, or a few nodes."""
+        """Shard groups worth trying: a node, the largest even part of one, or several nodes, up to
+        half the world.
+        """
         node = self.cluster.ranks_per_node or world
         node = world if world <= node else math.gcd(world, node)
         part = max((n for n in _divisors(node) if n < node), default=1)
-        tried = sorted({part, *(node * times for times in (1, 2, 4, 8))})
+        doubled = [node << times for times in range((world // node).bit_length())]
+        # Beyond what is usual one more halves little: every second will do.
+        usual = [shard for shard in doubled if shard <= USUAL_SHARDS]
+        tried = sorted({part, *usual, *doubled[len(usual) + 1 :: 2]})
         return [shard for shard in tried if 1 < shard < world and world % shard == 0]
 
     def consider(self, plan: Plan, workload: Workload) -> Candidate | None:
@@ -234,27 +253,70 @@ class _Search:
         key = (plan, workload)
         if key in self.found or key in self.rejected:
             return self.found.get(key)
-        resolved, description = self.source.at(plan, workload)
-        peak = self._peak(resolved, description, workload)
+        peak: float = self._estimate(plan, workload)
+        if peak <= self.limit * SURELY_TOO_MUCH:
+            made = self._describe(plan, workload)
+            if made is None:
+                return None
+            resolved, description = made
+            about = (workload.micro_batch, resolved, description)
+            self._described[plan, workload.checkpoint] = about
+            peak = self._peak(resolved, description, workload)
         if peak * (1 + MEMORY_MARGIN) > self.limit:
-            self.rejected[key] = Rejected(title_of(plan, workload), plan.title, peak)
+            self.rejected[key] = Rejected(title_of(plan, workload), plan.title, int(peak))
             return None
-        timeline = simulate(
-            resolved, description, self.cluster, workload, costs=self.costs, options=self.options
-        )
-        self.found[key] = Candidate.of(resolved, workload, timeline, self.limit, self.cluster)
+        self.found[key] = self._predict(resolved, description, workload)
         return self.found[key]
+
+    def _predict(self, plan: Plan, description: ModelDescription, workload: Workload) -> Candidate:
+        """From the Timeline of the step. Of many equal micro-batches a few are simulated: what one
+        more adds, all the others add too.
+        """
+
+        def simulated(count: int) -> Candidate:
+            part = dataclasses.replace(workload, micro_batches=count)
+            timeline = simulate(
+                plan, description, self.cluster, part, costs=self.costs, options=self.options
+            )
+            return Candidate.of(plan, part, timeline, self.limit, self.cluster)
+
+        more = workload.micro_batches - SIMULATED
+        if workload.sizes is not None or more <= SIMULATED:
+            return simulated(workload.micro_batches)
+        return simulated(SIMULATED).extended(simulated(SIMULATED - 1), workload, more)
+
+    def _estimate(self, plan: Plan, workload: Workload) -> float:
+        """The peak in proportion to that of a smaller micro-batch, which is known to a few percent
+        without describing the model again; 0 where none was tried.
+        """
+        key = (plan, workload.checkpoint)
+        known = self._described.get(key)
+        if known is None or workload.sizes is not None or known[0] >= workload.micro_batch:
+            return 0.0
+        # Only the last one, which is alone, holds no sums of others while it runs.
+        several = workload.micro_batches > 1
+        if several and key in self._too_large:
+            return self._too_large[key]
+        size, resolved, description = known
+        grown = scaled(description, workload.micro_batch / size, kernels=False)
+        peak = self._peak(resolved, grown, workload)
+        if several and peak > self.limit * SURELY_TOO_MUCH:
+            self._too_large[key] = peak
+        return peak
 
     def _peak(self, plan: Plan, description: ModelDescription, workload: Workload) -> int:
         works = works_of(plan, description, workload)
+        count = workload.micro_batches
+        if workload.sizes is None:
+            # Those between the first and the last do as the second does.
+            count = min(count, 3)
         sizes = {
-            tuple(workload.size_of(group, i) for i in range(workload.micro_batches))
+            tuple(workload.size_of(group, i) for i in range(count))
             for group in range(len(workload.sizes or ((),)))
         }
         held = description.input_bytes + description.buffer_bytes
         return max(
-            EngineStep(plan, works, self.costs, workload, self.options, held).build(s).peak()
-            for s in sizes
+            EngineStep(plan, works, self.costs, workload, self.options, held).peak(s) for s in sizes
         )
 
     def refine(self, candidate: Candidate) -> None:
@@ -303,5 +365,5 @@ class _Search:
             tuple(self.rejected.values()),
             self.limit,
             len(self.found) + len(self.rejected) + self.dropped,
-            (*self.source.notes, *self.notes),
+            (*self.source.notes, *self._tell_failed()),
         )

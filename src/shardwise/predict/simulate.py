@@ -55,10 +55,13 @@ def simulate(
     some = description if isinstance(description, ModelDescription) else description[max(works)]
     held = base_bytes + some.input_bytes + some.buffer_bytes
 
+    rows = [
+        tuple(filter(None, (workload.size_of(row, i) for i in range(workload.micro_batches))))
+        for row in range(len(workload.sizes or ((),)))
+    ]
+
     def sizes_of(rank: int) -> tuple[int, ...]:
-        group = row_of(rank, plan.mesh, len(workload.sizes or ((),)))
-        sizes = (workload.size_of(group, i) for i in range(workload.micro_batches))
-        return tuple(size for size in sizes if size)
+        return rows[row_of(rank, plan.mesh, len(rows))]
 
     agreed = all(sizes_of(rank) for rank in range(0, plan.world, plan.shard))
     programs: dict[tuple[int, ...], Program] = {}
@@ -74,8 +77,12 @@ def simulate(
     outside = sorted(set(speeds) - set(range(plan.world)))
     if outside:
         raise ValueError(f"slow names ranks {outside}, but the mesh {plan.mesh} has {plan.world}")
+    # Rows that are the same have one number.
+    numbers = _number(rows)
     classes = fold(
-        plan.world, lambda rank: (sizes_of(rank), speeds.get(rank, 1.0)), mesh_axes(plan)
+        plan.world,
+        lambda rank: (numbers[row_of(rank, plan.mesh, len(rows))], speeds.get(rank, 1.0)),
+        mesh_axes(plan),
     )
     timeline = run(
         [

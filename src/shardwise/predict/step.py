@@ -13,7 +13,7 @@ from shardwise.planning.executor import PlannedExecutor, PlannedUnit, size_of_mo
 from shardwise.planning.memory import plan_schedule
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
-from shardwise.predict.program import Builder, Change, Op, Program, Work, rounded
+from shardwise.predict.program import Builder, Change, Op, PeakCounter, Program, Work, rounded
 from shardwise.schedule.drive import Part, run_backward, run_forward, settle
 from shardwise.timeline import COMPUTE
 
@@ -65,6 +65,13 @@ class Step:
 
     def run_nothing(self) -> None:
         """A step without micro-batches."""
+
+    def peak(self, sizes: Sequence[int]) -> int:
+        """The most bytes at any moment of that Program, which is not made."""
+        counter = PeakCounter(self.costs)
+        self.b = counter
+        self.build(sizes)
+        return counter.peak()
 
     def build(self, sizes: Sequence[int]) -> Program:
         """The Program of a rank whose micro-batches have `sizes` sequences."""
@@ -162,10 +169,19 @@ class EngineStep(Step):
         executor = PlannedExecutor(self.plan, self.b, self.costs.streams)
         self.schedule = plan_schedule(self.plan, executor)
         self.units = self.schedule.units
-        self._settled = False
+        self._made: dict[int, list[Part[PlannedUnit]]] = {}  # by the id of their work
 
     def _parts(self, work: Work) -> list[Part[PlannedUnit]]:
-        parts = [
+        parts = self._made.get(id(work))
+        if parts is None:
+            parts = self._make_parts(work)
+            if not self._made:
+                settle(self.schedule, parts, self.agreed)
+            self._made[id(work)] = parts
+        return parts
+
+    def _make_parts(self, work: Work) -> list[Part[PlannedUnit]]:
+        return [
             Part(
                 tuple(self.units[i] for i in used),
                 tuple(self.units[i] for i in lacking),
@@ -176,10 +192,6 @@ class EngineStep(Step):
                 work.uses, work.lacking, work.segments, strict=True
             )
         ]
-        if not self._settled:
-            self._settled = True
-            settle(self.schedule, parts, self.agreed)
-        return parts
 
     def forward(self, work: Work) -> None:
         self.schedule.micro = self.micro

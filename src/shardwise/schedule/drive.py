@@ -33,9 +33,10 @@ def settle(schedule: Schedule[U], parts: Sequence[Part[U]], agreed: bool = True)
     forward = [unit for i, units in enumerate(inner) for unit in units if first[unit] == i]
     schedule.forward_order.expected = roots + forward
     backward, ready = list(roots), []
+    ended = _ended(schedule, parts)
     for i in _backward(parts):
         backward += inner[i] * (2 if parts[i].checkpointed else 1)
-        ready += [unit.name for unit in _ended(schedule, parts, i)]
+        ready += [unit.name for unit in ended[i]]
     schedule.backward_order.expected = backward
     if agreed:
         schedule.reduce_in(ready)
@@ -69,6 +70,7 @@ def run_backward(
     for unit in schedule.units:
         if unit.is_root:
             schedule.before_backward(unit)
+    ended = _ended(schedule, parts)
     for i in _backward(parts):
         mine = [unit for unit in parts[i].units if not unit.is_root]
         for unit in mine:
@@ -77,7 +79,7 @@ def run_backward(
             for unit in mine:
                 schedule.before_forward(unit, recomputes=True)
         compute(i)
-        for unit in _ended(schedule, parts, i):
+        for unit in ended[i]:
             schedule.after_backward(unit)
     schedule.end_backward()
     schedule.complete_units()
@@ -89,21 +91,29 @@ def _backward(parts: Sequence[Part[U]]) -> list[int]:
     return [i for i in reversed(range(len(parts))) if parts[i].has_backward]
 
 
-def _ended(schedule: Schedule[U], parts: Sequence[Part[U]], i: int) -> list[U]:
-    """Units whose backward is over with this part: no earlier one needs them, and either all their
-    gradients are complete, or those of their inputs are, where that is watched.
+def _ended(schedule: Schedule[U], parts: Sequence[Part[U]]) -> list[list[U]]:
+    """For each part, the units whose backward is over with it: no earlier part needs them, and
+    either all their gradients are complete, or those of their inputs are, where that is watched.
     """
-    before = {unit for part in parts[:i] if part.has_backward for unit in part.units}
-    watched = schedule.policy.frees_in_pass and any(part.has_backward for part in parts[:i])
-    return [
-        unit
-        for unit in parts[i].units
-        if unit not in before
-        and (
-            unit not in parts[i].lacking
-            or (watched and not unit.is_root and unit.module_count == 1)
+    before: set[U] = set()
+    watched = False
+    ended = []
+    for part in parts:
+        ended.append(
+            [
+                unit
+                for unit in part.units
+                if unit not in before
+                and (
+                    unit not in part.lacking
+                    or (watched and not unit.is_root and unit.module_count == 1)
+                )
+            ]
         )
-    ]
+        if part.has_backward:
+            before.update(part.units)
+            watched = schedule.policy.frees_in_pass
+    return ended
 
 
 def _uses(parts: Sequence[Part[U]]) -> tuple[dict[U, int], dict[U, int]]:

@@ -96,6 +96,25 @@ examples:
   shardwise bench peers --cases h200 --only 8-lm --json peers-h200.json --resume
 """,
 )  # fmt: skip
+GROWTH = Benchmark(
+    "growth",
+    "how host time grows with a model's blocks and a world's ranks",
+    "Times the host's own work for 8 to 512 blocks and 8 to 4,096 ranks that are not there:\n"
+    "collectives return at once. Linear in the blocks and flat in the ranks is what it should be.",
+    "growth",
+    (*ROWS, count("--steps", 7, "timed steps of each way; default: %(default)s")),
+    """\
+Three ways in turn: a Plan (zero3), shardwise's fully_shard, torch's. Then how long each takes to
+shard 512 blocks among 4,096 ranks, the first step, and what both add to the process's memory; how
+long a search over plans takes, and a report of a predicted step. Times are the process's own on the
+processor: nothing waits, and neighbours count for less. Values mean nothing, so there is no parity
+to check here: tests/parity does that on real ranks.
+
+examples:
+  shardwise bench growth --json growth.json --plot growth.svg
+  shardwise bench growth --quick
+""",
+)
 GATHER = Benchmark(
     "gather",
     "gathers on 2 gloo ranks: packed against one call per tensor",
@@ -210,4 +229,4 @@ examples:
 """,
     document="buckets",
 )
-BENCHMARKS = (STEP, PEERS, GATHER, ATTENTION, PROFILE, ACCURACY, CAP)
+BENCHMARKS = (STEP, PEERS, GROWTH, GATHER, ATTENTION, PROFILE, ACCURACY, CAP)
