@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardwise.engine import checks, marks, torch_private
+from shardwise.engine import checks, marks, static, torch_private
 from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Hold, Node
@@ -43,11 +43,11 @@ class Structure:
         modules = list(model.modules())
         self._children = list(map(torch_private.children_of, modules))
         self._parameters = list(map(torch_private.parameters_of, modules))
-        self.seen = self._look()
+        self.seen = self.look()
         self.owners = checks.find_owners(modules)
         self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-    def _look(self) -> tuple[int, list[int], list[nn.Module | None]]:
+    def look(self) -> tuple[int, list[int], list[nn.Module | None]]:
         """How many parameters all modules have, how many children each has, and which."""
         children = self._children
         modules = list(chain.from_iterable(map(dict.values, children)))
@@ -55,7 +55,7 @@ class Structure:
 
     def check(self, may_grow: bool = True) -> None:
         """Error if the model is another one now; what it `may_grow` by is recorded."""
-        if self._look() != self.seen:
+        if self.look() != self.seen:
             checks.check_structure(self, may_grow)
             model = self.model()
             assert model is not None
@@ -144,6 +144,8 @@ class Engine:
         """Before a step's micro-batches: ranks compare how many each runs, and the order of their
         last forward. True if some replica runs none.
         """
+        if static.is_fixed():  # compared when it was rehearsed, and whoever records asks nobody
+            return False
         order, agreement = self.schedule.forward_order.names, self.agreement
         inside = self.mesh.shard.exchange((count, digest(order)))
         if len({of_order for _, of_order in inside}) > 1:
@@ -165,6 +167,8 @@ class Engine:
         self.forward_root = node
         if marks.on is not None:
             marks.on.begin_forward()
+        if static.on is not None:
+            static.on.meet_engine(self)
         self.forget_interrupted()
         self.failed = False
         if self.schedule.current.in_backward:
@@ -206,7 +210,7 @@ class Engine:
             sums = unit.sums
             if unit.gradients is not None and not sums.opened and unit.gradients.cleared:
                 unit.gradients.drop()
-        if self.policy.refreshes:
+        if self.policy.refreshes or static.is_fixed():  # gathered anew, whatever they hold
             return
         kept = []
         for unit in [unit for unit in units if unit.stale]:

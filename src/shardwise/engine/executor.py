@@ -131,6 +131,12 @@ class TensorExecutor:
             return None
         return self.gathers.waited + self.scatters.waited + self.replicas.waited
 
+    @property
+    def streams(self) -> list[torch.cuda.Stream]:
+        """Of all lanes; none on a host."""
+        lanes = self.gathers, self.scatters, self.replicas
+        return [lane.stream for lane in lanes if lane.stream is not None]
+
     def make_event(self) -> torch.cuda.Event | None:
         """An event to mark moments with again and again; making one is dearer than recording it."""
         return torch.cuda.Event() if self.ordered else None
@@ -324,6 +330,10 @@ class TensorExecutor:
             reduction.lane.join(reduction.freed)
         reduction.gradients.clear()
 
+    def forget(self) -> None:
+        """Nothing is under way: what was queued since the last `finish` will never run."""
+        self._scattered = self._crossed = self._offloads = False
+
     def finish(self) -> None:
         if self._scattered:
             self.scatters.join(self.scatters.mark())
@@ -333,7 +343,7 @@ class TensorExecutor:
             for stream in (self.scatters.stream, self.replicas.stream):
                 if stream is not None:
                     stream.synchronize()
-        self._scattered = self._crossed = self._offloads = False
+        self.forget()
 
 
 def marked(name: str, unit: str) -> AbstractContextManager[Any]:

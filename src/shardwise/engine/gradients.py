@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from shardwise.engine import marks, torch_private
+from shardwise.engine import marks, static, torch_private
 from shardwise.engine.collectives import Buffer
 from shardwise.engine.storage import Parameters
 from shardwise.engine.torch_private import local_of
 from shardwise.planning.rows import Layout, Rows, lay_out
+
+_PRESENTS = 64  # which of its parameters a rank lacked: so many answers are kept
 
 
 class Gradients:
@@ -77,6 +79,9 @@ class Gradients:
         # the last `attach` left without one.
         self._missing = set(range(len(self.visible)))
         self._absent: frozenset[int] = frozenset()
+        # By what this rank lacks: its part of the counts, and what the last step found nobody has.
+        self._presents: dict[frozenset[int], torch.Tensor] = {}
+        self._last_unused: tuple[frozenset[int], frozenset[int]] | None = None
 
     def _take_memory(self) -> None:
         """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
@@ -142,6 +147,16 @@ class Gradients:
             marks.on.buffer(self, self.sums.data_ptr(), -self.sums.nbytes)
         self.sums = self.flat = None
         self.locals, self.summed = [], []
+
+    def left(self) -> tuple[Any, ...]:
+        """What a step has left here, to be put back by `put_back`."""
+        memory = self.sums, self.flat, self.locals, self.summed
+        return *memory, set(self._missing), self._absent
+
+    def put_back(self, left: tuple[Any, ...]) -> None:
+        """Be as when `left` was asked for."""
+        self.sums, self.flat, self.locals, self.summed, missing, self._absent = left
+        self._missing = set(missing)
 
     def clear(self) -> None:
         """Take the sums off the parameters again."""
@@ -210,8 +225,13 @@ class Gradients:
         if not self._missing or not self.counts:
             return frozenset(self._missing)
         assert self.sums is not None
+        missing, last = frozenset(self._missing), self._last_unused
+        if last is not None and last[0] == missing and static.is_fixed():
+            return last[1]
         counts = self.sums[self.layout.shard_numel :].tolist()
-        return frozenset(i for i in self._missing if counts[i] == 0)
+        unused = frozenset(i for i in missing if counts[i] == 0)
+        self._last_unused = missing, unused
+        return unused
 
     @property
     def missing(self) -> list[str]:
@@ -260,8 +280,14 @@ class Gradients:
         """For every rank a row: one for each parameter with a gradient, zero for one without."""
         if not missing:
             return self._ones
-        row = [float(i not in missing) for i in range(self.counts)]
-        return torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype).to(self.mesh.device)
+        found = self._presents.get(missing)
+        if found is None:
+            row = [float(i not in missing) for i in range(self.counts)]
+            rows = torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype)
+            found = rows.to(self.mesh.device)
+            if len(self._presents) < _PRESENTS:  # for good: a recorded graph may read it
+                self._presents[missing] = found
+        return found
 
     def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
         """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""

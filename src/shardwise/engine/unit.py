@@ -276,7 +276,7 @@ class Unit(ScheduledUnit):
         """
         shown = self.is_shown and self.state is not State.FREE  # else a kept piece is
         self.hide()
-        if self._in_place:
+        if self.in_place:
             if shown:
                 self.show()
             return False
@@ -292,10 +292,18 @@ class Unit(ScheduledUnit):
         return torch_private.count_writes(self.parameters.master, self.parameters.visible)
 
     @property
-    def _in_place(self) -> bool:
+    def in_place(self) -> bool:
         """What hangs in the modules is what was put there, on the same memory."""
         for own, key, visible, memory in self.parameters.hung:
             if own.get(key) is not visible or not memory.is_of(visible):
+                return False
+        return True
+
+    @property
+    def stands(self) -> bool:
+        """As `in_place`, looked at quickly: before every replay of a recorded step."""
+        for own, key, visible, memory in self.parameters.hung:
+            if own.get(key) is not visible or not memory.stands(visible):
                 return False
         return True
 
@@ -347,6 +355,11 @@ class Unit(ScheduledUnit):
         self.parameters.restore_shown()
         if not self.is_current and torch.equal(noted, fingerprint(self.parameters.master)):
             self._from_shards.take_back()
+
+    def let_go(self) -> None:
+        """Free what an evaluation left gathered, with what was written to it carried over."""
+        self.take_writes()
+        self.free()
 
     @property
     def next_gather(self) -> UnitGather | ExtendedGather:

@@ -137,6 +137,7 @@ class RunConfig:
         "none", "auto: from the newest checkpoint in OUT, if any; or the path of one, or of a run"
     )
     deterministic: bool = key(False, "only kernels that give the same bits in every run")
+    capture: bool = key(False, "replay the step as a CUDA graph, where it can be captured")
 
     def __post_init__(self) -> None:
         _check("run", self)
