@@ -189,6 +189,8 @@ class Engine:
         """Look after all units. What the outermost module needs at once is sent for before the
         others are looked at, so that the host does that while it travels.
         """
+        if self.executor.arena is not None and not self.awaits_backward:
+            self.executor.arena.begin_step(self)
         known = not self.agreement.first_pass
         early = [unit for unit in first if known and unit.prepared and not unit.adopt_changes()]
         self._renew(early)
@@ -355,6 +357,11 @@ class Engine:
         if marks.on is not None:
             marks.on.turn("", "optimizer")
         self.schedule.abandon()
+        if self.executor.arena is not None:
+            for unit in self.units:
+                if unit.gradients is not None and unit.gradients.slot is not None:
+                    unit.gradients.slot.buffer.release()
+            self.executor.arena.forget()
 
     # What is trained
 

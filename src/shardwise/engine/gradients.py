@@ -15,7 +15,7 @@ import torch
 
 from shardwise.engine import marks, static, torch_private
 from shardwise.engine.collectives import Buffer
-from shardwise.engine.storage import Parameters
+from shardwise.engine.storage import Parameters, Take
 from shardwise.engine.torch_private import local_of
 from shardwise.planning.rows import Layout, Rows, lay_out
 
@@ -31,8 +31,13 @@ class Gradients:
     """
 
     def __init__(
-        self, parameters: Parameters, trainable: Sequence[int], reduce_dtype: torch.dtype
+        self,
+        parameters: Parameters,
+        trainable: Sequence[int],
+        reduce_dtype: torch.dtype,
+        take: Take,
     ) -> None:
+        """`take` gives memory for a permanent slot."""
         mesh = self.mesh = parameters.mesh
         self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
         self._dtype = parameters.dtype
@@ -59,8 +64,9 @@ class Gradients:
         # Permanent, where one multi-tensor copy can pack it: on a GPU, with every gradient cut
         # evenly among several ranks.
         even = all(r.even and r.part and not r.dim for r in layout.rows)
-        has_slot = mesh.device.type == "cuda" and even and layout.ranks > 1
-        self.slot = Slot(layout, self.counts, reduce_dtype, mesh.device) if has_slot else None
+        self._has_slot = mesh.device.type == "cuda" and even and layout.ranks > 1
+        self.slot: Slot | None = None
+        self.make_slot(take)
         self.sums: torch.Tensor | None = None
         self.flat: torch.Tensor | None = None
         self.locals: list[torch.Tensor] = []
@@ -82,6 +88,14 @@ class Gradients:
         # By what this rank lacks: its part of the counts, and what the last step found nobody has.
         self._presents: dict[frozenset[int], torch.Tensor] = {}
         self._last_unused: tuple[frozenset[int], frozenset[int]] | None = None
+
+    def make_slot(self, take: Take) -> None:
+        """The permanent slot, where there is to be one, in memory that `take` gives."""
+        if self._has_slot:
+            numel = self.shard_numel * self.layout.ranks
+            self.slot = Slot(
+                self.layout, self.counts, *take(numel, self.reduce_dtype, self.mesh.device)
+            )
 
     def _take_memory(self) -> None:
         """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
@@ -324,12 +338,8 @@ class Slot:
     every rank, are made once.
     """
 
-    def __init__(
-        self, layout: Layout, counts: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        numel = (layout.shard_numel + counts) * layout.ranks
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self.buffer = Buffer(self.flat)
+    def __init__(self, layout: Layout, counts: int, flat: torch.Tensor, buffer: Buffer) -> None:
+        self.flat, self.buffer = flat, buffer
         by_rank = self.flat.view(layout.ranks, -1)
         starts = [*layout.offsets, layout.shard_numel]
         sizes = [*(rows.part for rows in layout.rows), counts]

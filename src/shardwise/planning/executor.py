@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardwise.description.parameters import UnitSpec
 from shardwise.planning.rows import lay_out
 from shardwise.planning.strategies import choose_gather
+from shardwise.schedule.arena import Key, Lives
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.schedule.unit import ScheduledUnit, State
 
@@ -87,6 +88,7 @@ class PlannedUnit(ScheduledUnit):
         self.staged = 0  # bytes of staging that live until then (hosts)
         self.grads = 0  # bytes of gradients that backward has left
         self.summed = False  # the gradient buffer holds a sum of this step
+        self.loans: dict[str, Key] = {}  # by role: what it has of an arena
 
     @property
     def sums_take_reduces(self) -> bool:
@@ -127,9 +129,26 @@ class PlannedReduction(Reduction):
 class PlannedExecutor:
     """Tells a listener what the engine's executor does with tensors."""
 
-    def __init__(self, plan: Plan, listener: Listener, ordered: bool) -> None:
+    def __init__(
+        self, plan: Plan, listener: Listener, ordered: bool, lives: Lives | None = None
+    ) -> None:
+        """`lives` notes what the engine's arena would hold."""
         self.plan, self.listener, self.ordered = plan, listener, ordered
+        self.lives = lives
         self._ends: dict[str, int] = {}  # the last operation of each lane: scatter, replica
+
+    def _take(self, unit: PlannedUnit, role: str, nbytes: int, stream: str) -> Key | None:
+        return None if self.lives is None else self.lives.take(role, unit.name, nbytes, stream)
+
+    def _borrow(self, unit: PlannedUnit, role: str, nbytes: int, stream: str) -> None:
+        """Of what a unit has at most one."""
+        loan = self._take(unit, role, nbytes, stream)
+        if loan is not None:
+            unit.loans[role] = loan
+
+    def _return(self, unit: PlannedUnit, role: str) -> None:
+        if self.lives is not None:
+            self.lives.give(unit.loans.pop(role))
 
     # A unit
 
@@ -147,6 +166,8 @@ class PlannedExecutor:
             return
         staging = sizes.full if stages else 0
         listener.hold("temporary", staging)
+        if staging:
+            self._borrow(unit, "staging", staging, "gather")
         if unit.casts and not unit.piece:
             moved = sizes.master + sizes.full // ranks
             before = (listener.copy("cast", unit.name, "gather", moved, before),)
@@ -161,6 +182,7 @@ class PlannedExecutor:
             done = (unit.arrives,)
             unit.arrives = listener.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
             listener.hold("temporary", -staging)
+            self._return(unit, "staging")
 
     def wait(self, unit: PlannedUnit) -> None:
         listener = self.listener
@@ -170,6 +192,7 @@ class PlannedExecutor:
             self._allocate(unit)
             listener.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
             listener.hold("temporary", -unit.staged)
+            self._return(unit, "staging")
             unit.staged = 0
 
     def keep_from_last_step(self, unit: PlannedUnit) -> None:
@@ -181,6 +204,7 @@ class PlannedExecutor:
         if not unit.allocated:
             unit.allocated = True
             self.listener.hold("full", unit.sizes.full)
+            self._borrow(unit, "full", unit.sizes.full, COMPUTE)
 
     def show(self, unit: PlannedUnit) -> None: ...
 
@@ -189,14 +213,17 @@ class PlannedExecutor:
     def free(self, unit: PlannedUnit) -> None:
         unit.allocated = False
         self.listener.hold("full", -unit.sizes.full)
+        self._return(unit, "full")
 
     def shrink(self, unit: PlannedUnit) -> None:
         piece = unit.sizes.full // unit.piece_ranks
         self.listener.hold("full", piece)
+        self._borrow(unit, "piece", piece, "kept")
         self.listener.copy("keep", unit.name, COMPUTE, 2 * piece)
 
     def forget_piece(self, unit: PlannedUnit) -> None:
         self.listener.hold("full", -(unit.sizes.full // unit.piece_ranks))
+        self._return(unit, "piece")
 
     # A reduce
 
@@ -212,17 +239,21 @@ class PlannedExecutor:
         listener, slot, grads = self.listener, unit.sizes.slot, unit.grads
         listener.engine_work("reduce", unit.name)
         listener.hold("slots", 0 if into_sums else slot)
-        if self._packs_on_compute(unit):
+        on_compute = self._packs_on_compute(unit)
+        stream = COMPUTE if on_compute else "scatter"
+        loan = None if into_sums else self._take(unit, "slot", slot, stream)
+        held = Held(slot, into_sums, loan)
+        if on_compute:
             packed = listener.copy("pack", unit.name, COMPUTE, grads + slot)
             listener.hold("gradients", -grads)
             unit.grads = 0
-            return PlannedReduction(unit, 0, Held(slot, into_sums), freed=-1, last=packed)
+            return PlannedReduction(unit, 0, held, freed=-1, last=packed)
         packed = listener.copy(
             "pack", unit.name, "scatter", grads + slot, listener.behind_compute()
         )
         unit.grads = 0
         self._ends["scatter"] = packed
-        return PlannedReduction(unit, grads, Held(slot, into_sums), freed=packed, last=packed)
+        return PlannedReduction(unit, grads, held, freed=packed, last=packed)
 
     def _packs_on_compute(self, unit: PlannedUnit) -> bool:
         """As the engine's executor: data parallel's own copies, where there are streams."""
@@ -241,7 +272,8 @@ class PlannedExecutor:
         self._collective(
             reduction, "reduce_scatter", "scatter", "shard", unit.sizes.slot, unit.shard_ranks, rows
         )
-        reduction.held = Held(rows, into_sums)
+        loan = None if into_sums else self._take(unit, "rows", rows, "scatter")
+        reduction.held = Held(rows, into_sums, loan)
 
     def all_reduce(self, reduction: PlannedReduction) -> None:
         unit, rows = reduction.unit, reduction.unit.sizes.rows
@@ -294,6 +326,8 @@ class PlannedExecutor:
 
     def drop(self, held: Held) -> None:
         self.listener.hold("slots", -held.content)
+        if self.lives is not None and held.loan is not None:
+            self.lives.give(held.loan)
 
     def join(self, reduction: PlannedReduction) -> None:
         self.listener.join(reduction.pending)

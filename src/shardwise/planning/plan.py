@@ -75,6 +75,8 @@ class Plan:
         "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
     )
 
+    memory: str = "allocator"  # of what a step takes: torch's allocator, or one "arena"
+
     # Parameters that every rank keeps whole, with their gradients and optimizer state: those with a
     # name that matches a shell pattern, and those of fewer bytes. ddp keeps all of them so.
     whole: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ class Plan:
         self._check_choice("sync", SYNCS)
         self._check_choice("gather", GATHERS)
         self._check_choice("unused", ("zeros", "error"))
+        self._check_choice("memory", ("allocator", "arena"))
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, field) is not None:
                 self._check_choice(field, tuple(DTYPES))
@@ -203,6 +206,8 @@ class Plan:
         average: divide the sums of gradients by the number of ranks (False: the loss does).
         whole: name patterns of parameters that every rank keeps whole, their gradients all-reduced.
         whole_below: the same for parameters of fewer bytes than this.
+        memory: of full parameters, staging and reduces: from torch's "allocator", or one "arena"
+            laid out after the second step.
         gather: packed, grouped, each; auto is what measured best for the backend and the sizes.
         """
         settings = cast(dict[str, Any], given)
