@@ -173,7 +173,7 @@ class Placed(Buffer):
         self, arena: Arena, role: str, unit: str, stream: str, flat: torch.Tensor, stays: bool
     ) -> None:
         super().__init__(flat)
-        self._arena, self._what, self._stays = arena, (role, unit, flat.nbytes, stream), stays
+        self._arena, self._what, self.stays = arena, (role, unit, flat.nbytes, stream), stays
         self.allocated = not stays
         self._key = None if stays else arena.take(*self._what)
 
@@ -182,10 +182,15 @@ class Placed(Buffer):
         """What keeps it from being allocated now."""
         return None if self.allocated else self._arena.standing(*self._what[:3])
 
+    @property
+    def waits_for_place(self) -> bool:
+        """It is a place in the block that nothing has been written to yet."""
+        return self.stays and not self.allocated
+
     def allocate(self) -> None:
         if not self.allocated:
             self._key = self._arena.take(*self._what)
-            if self._stays:
+            if self.stays:
                 self.allocated = True
             else:
                 super().allocate()
@@ -193,7 +198,7 @@ class Placed(Buffer):
     def release(self) -> None:
         if not self.allocated:
             return
-        if self._stays:
+        if self.stays:
             self.allocated = False
         else:
             super().release()

@@ -270,7 +270,9 @@ class Engine:
         """
         progress = self.schedule.current.of[unit]
         progress.gradients_left -= 1
-        if progress.gradients_left == 0 and progress.open_inputs <= 0:
+        # Frozen weights may lead to another unit's parameters, and no input tells: to the end.
+        lasts = progress.untracked > 0 and unit.leads_to_others
+        if progress.gradients_left == 0 and progress.open_inputs <= 0 and not lasts:
             self._after_backward(unit)
 
     def inputs_done(self, unit: Unit) -> None:
@@ -354,6 +356,8 @@ class Engine:
         for unit in self.units:
             for shown in unit.parameters.shown:
                 shown.grad = None
+            if self.executor.arena is not None:  # none is needed: each may give way to another
+                unit.hide()
         if marks.on is not None:
             marks.on.turn("", "optimizer")
         self.schedule.abandon()
@@ -371,6 +375,9 @@ class Engine:
         self.agreement.first = True
         self.schedule.set_gradients()
         for unit in self.schedule.reduce_order:
+            unit.leads_to_others = not unit.trains_all and any(
+                other is not unit and other.is_inside(unit) for other in self.schedule.reduce_order
+            )
             self._count_gradients(unit)
 
     def _count_gradients(self, unit: Unit) -> None:

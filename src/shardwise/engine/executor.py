@@ -183,6 +183,10 @@ class TensorExecutor:
         if uses is not None:
             uses.add(USE, unit.name)
         self.gathers.join(handle)
+        if unit.discards and isinstance(p.buffer, Placed) and p.buffer.waits_for_place:
+            unit.next_gather.give_staging()
+            unit.arriving = DONE, None
+            return
         # On a host what was staged gets its place now.
         if self._make_room(unit):
             handle, unpack = unit.next_gather.start()

@@ -105,6 +105,9 @@ class ExtendedGather:
         self.parameters = parameters
         self.group: Group = parameters.mesh.shard
 
+    def give_staging(self) -> None:
+        """It has none of an arena's."""
+
     def take_back(self) -> None:
         """Nothing: how it is gathered is the parameter's own affair."""
 

@@ -53,6 +53,7 @@ class UnitGather:
         of `full`, whatever dims the parameters are cut along. `lend` gives memory for staging.
         """
         self.lend = lend if custom is None else None
+        self.staging: Loan | None = None  # of the gather under way
         self.group, self.source, self.full, self.custom = group, source, full, custom
         # 1, or the n/k shards that make one piece of a smaller group.
         factor = layout.ranks // group.size
@@ -122,11 +123,16 @@ class UnitGather:
         ]
         return (handles[0] if len(handles) == 1 else All(handles)), None
 
+    def give_staging(self) -> None:
+        """What arrived is in its place, or nobody wants it."""
+        give, self.staging = self.staging, None
+        if give is not None:
+            give()
+
     def _start_packed(self) -> tuple[Handle, Unpack]:
         ranks, numel = self.group.size, self.source.numel()
-        give = None
         if self.lend is not None:
-            flat, give = self.lend(ranks * numel, self.full.dtype)
+            flat, self.staging = self.lend(ranks * numel, self.full.dtype)
         else:
             flat = allocate(self.custom, ranks * numel, self.full.dtype, self.full.device)
         staging = flat.view(ranks, numel)
@@ -143,8 +149,7 @@ class UnitGather:
                 )
             else:
                 torch.split_with_sizes_copy(staging, self.sizes, dim=1, out=self.parts)
-            if give is not None:
-                give()
+            self.give_staging()
 
         return self.group.all_gather(flat, own, self.custom), unpack
 
@@ -230,6 +235,16 @@ class Unit(ScheduledUnit):
         self._noted: torch.Tensor | None = None
         self.trainable: tuple[bool, ...] = ()
         self.touched = False  # shown since nothing waited for a backward: autograd may have views
+
+        self.discards = False  # a gather under way is waited for in order to be freed
+        # Frozen weights in its modules, and trained parameters of other units.
+        self.leads_to_others = False
+
+    def is_inside(self, other: Unit) -> bool:
+        """Whether parameters of this unit hang in modules of `other`."""
+        members = self.parameters.members
+        mine = {id(module) for member in members for module, _ in member.places}
+        return any(id(module) in mine for top in other.modules for module in top.modules())
 
     @property
     def sums_take_reduces(self) -> bool:
@@ -424,6 +439,13 @@ class Unit(ScheduledUnit):
         if self.parameters.tied:
             self.parameters.copy_tied_rows()
         super().gather()
+
+    def free(self) -> None:
+        self.discards = True
+        try:
+            super().free()
+        finally:
+            self.discards = False
 
     def shrink(self) -> None:
         super().shrink()
