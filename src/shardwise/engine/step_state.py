@@ -217,6 +217,8 @@ class Before:
                     unit.gradients.slot.buffer.release()
                 for shown in unit.parameters.shown:
                     shown.grad = None
+            if executor.arena is not None:
+                executor.arena.forget()
             schedule.current = Pass(engine.units)
             engine.forward_root = engine.hold = engine.interrupted = None
             engine.failed = False

@@ -67,6 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
         if "error" in answer:
             sys.exit(f"shardwise: {answer['error']}")
         rows += answer["rows"]
+        if any(case.through == "capture" for case in family.cases):
+            for row in answer["rows"]:
+                row["alone"] = _measure_alone(family, row)
     if arguments.json is not None:
         write_json(arguments.json, **facts, rows=rows)
     if arguments.plot is not None:
@@ -75,6 +78,33 @@ def run(arguments: argparse.Namespace) -> None:
         show(rows, facts)
     else:
         print("nothing was measured: no case of these is left on this machine")
+
+
+def _measure_alone(family: Family, row: Row) -> dict[str, dict[str, int]]:
+    """Bytes of each candidate in a process that has nothing else on the device."""
+    case = next(case for case in family.cases if case.name == row["case"])
+    found = {}
+    for name in _wraps(case):
+        say(f"{case.name} {row['strategy']}: {name} alone")
+        found[name] = family.ask(take_memory, family, case, row["strategy"], name)
+    return found
+
+
+def take_memory(family: Family, case: StepCase, strategy: str, name: str) -> dict[str, int]:
+    """The most bytes that a candidate has allocated and reserved since its process began, and what
+    is reserved once its steps repeat.
+    """
+    tokens = draw_tokens(case.size, case.batch, case.length, family.device)
+    with case.open_network():
+        step = _build(family, case, strategy, _wraps(case)[name]).step_on(*tokens)
+        for _ in range(case.warmup + 2):
+            step()
+        torch.cuda.synchronize()
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "reserved_at_the_end": torch.cuda.memory_reserved(),
+        }
 
 
 def compare_all(family: Family, quick: bool) -> dict[str, Any]:
@@ -199,7 +229,8 @@ def _measure_on_gpu(
     footprint.free_device()
     if first:
         settings["first_step_s"] = first
-    _check_emulated(case, emulation, collectives)
+    calls = {name: n for name, n in collectives.items() if "captured" not in settings[name]}
+    _check_emulated(case, emulation, calls)
     # Only the first block makes the libraries' workspaces; the others find them there.
     sides = {}
     for name in samples:
@@ -268,6 +299,14 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     if beside:
         heads = ("case", "beside", "its ms", "ours over it")
         print_table("in the same turns", heads, beside, {}, heads[:2], 80)
+    alone = [
+        [row["case"], name, *(f"{bytes_ / 2**30:.2f}" for bytes_ in figures.values())]
+        for row in rows
+        for name, figures in row.get("alone", {}).items()
+    ]
+    if alone:
+        columns = ("case", "alone", "allocated", "reserved", "at the end")
+        print_table("GiB of a process", columns, alone, {}, columns[:2], 80)
     if any(row["settings"]["network"].startswith("emulated") for row in rows):
         print("emulated network: values are fabricated, times are not")
 
