@@ -189,13 +189,16 @@ class CapturedStep(Generic[Arguments, Result]):
             return self._meet(run, inputs, reason)
         # A profile and a record of calls want to see what happens.
         listened = marks.on is not None or bool(open_records)
+        reason = reason or self._misplaced(inputs)
         self._watched.settle()
         if reason or listened or not self._watched.at_rest:
             self._agree(EAGER, signature, reason)
             return run() if listened else self._eager(run)
         key = signature, self._watched.look(self._rates.groups)
         plan = self._plan(key)
-        if not self._agree(plan, signature, self._unsteady(key) if plan == WARM else ""):
+        if not self._agree(
+            plan, signature, self._unsteady(key) if plan in (WARM, REHEARSE) else ""
+        ):
             plan = EAGER
         if plan == REPLAY:
             self._rates.refresh()
@@ -252,18 +255,19 @@ class CapturedStep(Generic[Arguments, Result]):
         engines = self._watched.engines
         if not engines:
             raise Uncapturable(reason or "no sharded model ran in it", (result,))
-        device = engines[0].mesh.device
-        reasons = [reason, *map(find_refusal, engines)]
-        reasons += [
-            f"an input is on {tensor.device}, the model on {device}: move inputs there before the "
-            "step"
-            for tensor in tensors_in(inputs)
-            if tensor.device != device
-        ]
+        reasons = [reason, *map(find_refusal, engines), self._misplaced(inputs)]
         mine = next(filter(None, reasons), "")
         self._share_refusal(engines[0].agreement.everybody(mine), (result,))
-        self._recorder = self._make_recorder(device)
+        self._recorder = self._make_recorder(engines[0].mesh.device)
         return result
+
+    def _misplaced(self, inputs: Any) -> str:
+        """The input that a graph could not read, if there is one."""
+        device = self._watched.engines[0].mesh.device
+        elsewhere = next((t.device for t in tensors_in(inputs) if t.device != device), None)
+        if elsewhere is None:
+            return ""
+        return f"an input is on {elsewhere}, the model on {device}: move it there before the step"
 
     def _eager(self, run: Callable[[], Result], rehearses: bool = False) -> Result:
         """Run the step as it is, on the stream that records it; in a rehearsal see what could not

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine import torch_private
 from shardwise.engine.torch_private import local_of, writes_of
 
 
@@ -97,6 +98,7 @@ class Rates:
         if group.get("capturable", True) or _device_of(group) is None:
             return
         group["capturable"] = True
+        torch_private.expect_capture(optimizer)
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():

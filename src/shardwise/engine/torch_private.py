@@ -221,6 +221,11 @@ step_hooks: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(
 )
 
 
+def expect_capture(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch from advising against `capturable` in the eager steps before a recording."""
+    optimizer._warned_capturable_if_run_uncaptured = True
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell a scheduler that the optimizer stepped: it looks for this, and without it warns that it
     was called too early.
