@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.calibration.search import plan, search
     from shardwise.checkpoint import CheckpointError, save
     from shardwise.engine.api import exposed_seconds, local, shard
+    from shardwise.engine.capture import capture
     from shardwise.engine.clip import clip_grad_norm
     from shardwise.engine.collectives import record
     from shardwise.engine.engine import microbatches
@@ -50,6 +51,7 @@ _HOMES = {
     "ShardedOptimizer": "engine.sharded_optimizer",
     "UnshardHandle": "fsdp2",
     "broadcast": "engine.state",
+    "capture": "engine.capture",
     "clip_grad_norm": "engine.clip",
     "compile": "graph.compile",
     "describe": "predict.describe",
@@ -85,6 +87,7 @@ __all__ = [
     "ShardedOptimizer",
     "UnshardHandle",
     "broadcast",
+    "capture",
     "clip_grad_norm",
     "compile",
     "describe",

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.cli import main
-from shardwise.description.language_model import LM, make_model
+from shardwise.description.language_model import LM, draw_tokens, make_model
 from shardwise.description.preset import BENCH, bench_size
 from shardwise.emulation.collectives import Network
 from shardwise.emulation.run import joined
@@ -111,6 +112,25 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
         assert (side.peak_bytes, side.reserved_bytes) == (600, 2000)
         assert side.collectives > 0 and side.device_spread_ms > 0
     assert settings["blocks"] == cases.BLOCKS == 5
+
+
+@pytest.mark.usefixtures("no_group")
+def test_every_candidate_of_captured_steps_trains(monkeypatch):
+    """On a CPU, where nothing is captured, they all train alike; and a table says their memory."""
+    case = cases.StepCase("c", TINY, 1, 8, ("zero3",), steps=1, warmup=1, through="capture")
+    monkeypatch.setattr(engines, "_meshes", {})
+    monkeypatch.setattr(engines, "TorchCaptured", lambda step: step)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
+    tokens = draw_tokens(TINY, 1, 8, "cpu")
+    with joined(0, 8):
+        wraps = compare._wraps(case)
+        for wrap in wraps.values():
+            step = wrap(make_model(TINY, "cpu"), "zero3", case.precision).step_on(*tokens)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for _ in range(4):
+                    step()
+    assert len(wraps) == 10
 
 
 def test_candidates_take_turns_after_their_warm_up():

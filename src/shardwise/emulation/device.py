@@ -117,6 +117,7 @@ class DeviceLinks:
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._added = measure_added(device, occupancy) if added is None else added
         self._clock.page.early, self._clock.page.unseen = self._added.early, self._added.unseen
+        _kernels().stay[(1,)](0.0, num_warps=1)  # built here: a recording can build nothing
 
     def close(self) -> None:
         """All that is under way ends first."""
@@ -172,7 +173,25 @@ class DeviceLinks:
         number = self._begin(lane, stream, Transfer(seconds, 0.0))
         self._words.wait(stream.cuda_stream, Page.over(lane.number), number)
 
+    def _take_recorded(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
+        """In a graph no clock on the host can be asked, whose answer would be that of the recording
+        ever after: a kernel stays for the transfer's time, alone on its links, beside the copies.
+        """
+        if transfer.joins:
+            raise RuntimeError("ranks that come late cannot be emulated in a recorded graph")
+        if self.occupancy:
+            self._move(lane.stream, moves, transfer)
+            return
+        beside = lane.fork()
+        with torch.cuda.stream(beside):
+            _kernels().stay[(1,)](transfer.seconds * 1e9, num_warps=1)
+        self._deliver(lane.stream, moves)
+        lane.stream.wait_stream(beside)
+
     def _take(self, lane: _Lane, moves: Sequence[Move], transfer: Transfer) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            self._take_recorded(lane, moves, transfer)
+            return
         if self.occupancy:
             self._occupy(lane, lane.stream, moves, transfer.less(self._added.early))
             return
@@ -227,6 +246,16 @@ class DeviceLinks:
         on the links adds is waited for after that.
         """
         number = self._begin(lane, stream, transfer)
+        self._move(stream, moves, transfer, writes)
+        self._words.wait(stream.cuda_stream, Page.over(lane.number), number)
+
+    def _move(
+        self,
+        stream: torch.cuda.Stream,
+        moves: Sequence[Move],
+        transfer: Transfer,
+        writes: bool = True,
+    ) -> None:
         total = sum(move.total for move in moves)
         after, moving = transfer.fixed * 1e9, transfer.moving * 1e9
         with torch.cuda.stream(stream):
@@ -237,7 +266,6 @@ class DeviceLinks:
                     after, moving * (move.total / total), CHUNK=CHUNK, num_warps=16,
                 )  # fmt: skip
                 after = 0.0
-        self._words.wait(stream.cuda_stream, Page.over(lane.number), number)
 
 
 class _Copy:

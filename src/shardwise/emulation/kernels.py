@@ -61,6 +61,12 @@ def move_evenly(
 
 
 @triton.jit
+def stay(taken_ns):
+    """One warp that is there for so long."""
+    _stay_until(globaltimer() + taken_ns.to(tl.int64))
+
+
+@triton.jit
 def _stay_until(moment):
     now = globaltimer()
     while now < moment:

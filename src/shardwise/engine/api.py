@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import checks
+from shardwise.engine.arena import Arena
 from shardwise.engine.attach import attach, find_device
 from shardwise.engine.engine import ENGINE_KEY, Engine, engine_of, is_sharded
 from shardwise.engine.executor import TensorExecutor
@@ -51,7 +52,8 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
 
 def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
     """An engine over `units`, the hooks that call it, and what `copy.deepcopy` calls."""
-    engine = Engine(model, units, mesh, plan.policy, TensorExecutor(mesh.device))
+    arena = Arena(mesh.device) if plan.memory == "arena" else None
+    engine = Engine(model, units, mesh, plan.policy, TensorExecutor(mesh.device, arena))
     engine.plan = plan
     nodes = _hang(model, plan, engine)
     bind(model, engine)

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardwise.engine import checks, marks, torch_private
+from shardwise.engine import checks, marks, static, torch_private
 from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Hold, Node
@@ -43,11 +43,11 @@ class Structure:
         modules = list(model.modules())
         self._children = list(map(torch_private.children_of, modules))
         self._parameters = list(map(torch_private.parameters_of, modules))
-        self.seen = self._look()
+        self.seen = self.look()
         self.owners = checks.find_owners(modules)
         self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-    def _look(self) -> tuple[int, list[int], list[nn.Module | None]]:
+    def look(self) -> tuple[int, list[int], list[nn.Module | None]]:
         """How many parameters all modules have, how many children each has, and which."""
         children = self._children
         modules = list(chain.from_iterable(map(dict.values, children)))
@@ -55,7 +55,7 @@ class Structure:
 
     def check(self, may_grow: bool = True) -> None:
         """Error if the model is another one now; what it `may_grow` by is recorded."""
-        if self._look() != self.seen:
+        if self.look() != self.seen:
             checks.check_structure(self, may_grow)
             model = self.model()
             assert model is not None
@@ -144,6 +144,8 @@ class Engine:
         """Before a step's micro-batches: ranks compare how many each runs, and the order of their
         last forward. True if some replica runs none.
         """
+        if static.is_fixed():  # compared when it was rehearsed, and whoever records asks nobody
+            return False
         order, agreement = self.schedule.forward_order.names, self.agreement
         inside = self.mesh.shard.exchange((count, digest(order)))
         if len({of_order for _, of_order in inside}) > 1:
@@ -165,6 +167,8 @@ class Engine:
         self.forward_root = node
         if marks.on is not None:
             marks.on.begin_forward()
+        if static.on is not None:
+            static.on.meet_engine(self)
         self.forget_interrupted()
         self.failed = False
         if self.schedule.current.in_backward:
@@ -185,6 +189,8 @@ class Engine:
         """Look after all units. What the outermost module needs at once is sent for before the
         others are looked at, so that the host does that while it travels.
         """
+        if self.executor.arena is not None and not self.awaits_backward:
+            self.executor.arena.begin_step(self)
         known = not self.agreement.first_pass
         early = [unit for unit in first if known and unit.prepared and not unit.adopt_changes()]
         self._renew(early)
@@ -206,7 +212,7 @@ class Engine:
             sums = unit.sums
             if unit.gradients is not None and not sums.opened and unit.gradients.cleared:
                 unit.gradients.drop()
-        if self.policy.refreshes:
+        if self.policy.refreshes or static.is_fixed():  # gathered anew, whatever they hold
             return
         kept = []
         for unit in [unit for unit in units if unit.stale]:
@@ -266,7 +272,9 @@ class Engine:
             unit.gradients.place(shown)
         progress = self.schedule.current.of[unit]
         progress.gradients_left -= 1
-        if progress.gradients_left == 0 and progress.open_inputs <= 0:
+        # Frozen weights may lead to another unit's parameters, and no input tells: to the end.
+        lasts = progress.untracked > 0 and unit.leads_to_others
+        if progress.gradients_left == 0 and progress.open_inputs <= 0 and not lasts:
             self._after_backward(unit)
 
     def inputs_done(self, unit: Unit) -> None:
@@ -352,9 +360,16 @@ class Engine:
                 shown.grad = None
             if unit.gradients is not None:
                 unit.gradients.forget_placed()
+            if self.executor.arena is not None:  # none is needed: each may give way to another
+                unit.hide()
         if marks.on is not None:
             marks.on.turn("", "optimizer")
         self.schedule.abandon()
+        if self.executor.arena is not None:
+            for unit in self.units:
+                if unit.gradients is not None and unit.gradients.slot is not None:
+                    unit.gradients.slot.buffer.release()
+            self.executor.arena.forget()
 
     # What is trained
 
@@ -364,6 +379,9 @@ class Engine:
         self.agreement.first = True
         self.schedule.set_gradients()
         for unit in self.schedule.reduce_order:
+            unit.leads_to_others = not unit.trains_all and any(
+                other is not unit and other.is_inside(unit) for other in self.schedule.reduce_order
+            )
             self._count_gradients(unit)
 
     def _count_gradients(self, unit: Unit) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardwise.engine import marks, torch_private
+from shardwise.engine.arena import COMPUTE, SCATTERS, Arena, Placed
 from shardwise.engine.collectives import DONE, Buffer, Handle, allocate
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
@@ -117,7 +118,8 @@ class TensorReduction(Reduction):
 class TensorExecutor:
     """Moves one engine's tensors, on three lanes: gathers, scatters, sums over replicas."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
+        self.arena = arena  # lends the memory of a step, where a Plan says so
         self.gathers, self.scatters, self.replicas = Lane(device), Lane(device), Lane(device)
         self.ordered = self.gathers.ordered
         # In this backward: the lanes that were used.
@@ -130,6 +132,12 @@ class TensorExecutor:
         if self.ordered:
             return None
         return self.gathers.waited + self.scatters.waited + self.replicas.waited
+
+    @property
+    def streams(self) -> list[torch.cuda.Stream]:
+        """Of all lanes; none on a host."""
+        lanes = self.gathers, self.scatters, self.replicas
+        return [lane.stream for lane in lanes if lane.stream is not None]
 
     def make_event(self) -> torch.cuda.Event | None:
         """An event to mark moments with again and again; making one is dearer than recording it."""
@@ -144,6 +152,8 @@ class TensorExecutor:
             gather.group.track.add(GATHER, unit.name)
         # On a host the copy-out runs in `wait`: until then the staging alone is enough.
         if self.ordered or not gather.stages:
+            if self._make_room(unit):
+                gather = unit.next_gather
             p.buffer.allocate()
         with marked("gather", unit.name), lane.behind_compute:
             handle, unpack = gather.start()
@@ -154,12 +164,33 @@ class TensorExecutor:
                 handle, unpack = lane.mark(unit.arrived), None
         unit.arriving = handle, unpack
 
+    def _make_room(self, unit: Unit) -> bool:
+        """Something may stand in the place of the full parameters, in a step of another order; true
+        if the unit has another place now.
+        """
+        place, buffer = unit.parameters.buffer, unit.parameters.buffer
+        while self.arena is not None and isinstance(buffer, Placed):
+            standing = buffer.standing
+            if standing is None:
+                break
+            self.arena.make_room(unit, standing)
+            buffer = unit.parameters.buffer
+        return buffer is not place
+
     def wait(self, unit: Unit) -> None:
         p, (handle, unpack) = unit.parameters, unit.arriving
         uses = unit.next_gather.group.uses
         if uses is not None:
             uses.add(USE, unit.name)
         self.gathers.join(handle)
+        if unit.discards and isinstance(p.buffer, Placed) and p.buffer.waits_for_place:
+            unit.next_gather.give_staging()
+            unit.arriving = DONE, None
+            return
+        # On a host what was staged gets its place now.
+        if self._make_room(unit):
+            handle, unpack = unit.next_gather.start()
+            self.gathers.join(handle)
         with marked("copy-out", unit.name):
             p.buffer.allocate()
             if unpack is not None:
@@ -169,6 +200,7 @@ class TensorExecutor:
             unit.take_over(p.shown[0])
 
     def show(self, unit: Unit) -> None:
+        unit.touched = True
         for places, key, shown, _ in unit.places:
             places[key] = shown
 
@@ -185,7 +217,7 @@ class TensorExecutor:
 
     def forget_piece(self, unit: Unit) -> None:
         assert unit.kept_piece is not None
-        unit.kept_piece.release()
+        unit.kept_piece.buffer.release()
 
     # A reduce
 
@@ -196,19 +228,24 @@ class TensorExecutor:
     def pack(self, unit: Unit, into_sums: bool, passes: bool) -> TensorReduction:
         gradients, custom, lane = unit.gradients, unit.options.custom_scatter, self.scatters
         assert gradients is not None
-        found, buffer = gradients.take(), None
+        found, buffer, loan, own = gradients.take(), None, None, gradients.slot
+        if own is not None and isinstance(own.buffer, Placed) and own.buffer.standing is not None:
+            own = None
         # Slots live in the lane's own memory: the next pack reuses one behind its reduce-scatter,
         # and compute waits for neither.
         with marked("pack", unit.name), self._start(unit):
-            if passes and custom is None and gradients.slot is not None:
-                slot, buffer = gradients.slot.pack(found), gradients.slot.buffer
+            if passes and custom is None and own is not None:
+                slot, buffer = own.pack(found), own.buffer
             else:
                 into = gradients.sums if into_sums else None
+                numel, dtype = gradients.shard_numel * unit.shard_ranks, gradients.reduce_dtype
                 if custom is not None and unit.shard_ranks > 1:
-                    numel = gradients.shard_numel * unit.shard_ranks
-                    into = allocate(custom, numel, gradients.reduce_dtype, unit.mesh.device)
+                    into = allocate(custom, numel, dtype, unit.mesh.device)
+                elif into is None and self.arena is not None and not gradients.fills_early:
+                    stream = COMPUTE if self.packs_on_compute(unit) else SCATTERS
+                    into, loan = self.arena.borrow("slot", unit.name, stream, numel, dtype)
                 slot = gradients.pack(found, into)
-        held = TensorHeld(slot, into_sums, buffer)
+        held = TensorHeld(slot, into_sums, loan, buffer)
         if not self.ordered or self.packs_on_compute(unit):
             found.clear()  # they are packed
         if self.packs_on_compute(unit):
@@ -254,12 +291,15 @@ class TensorExecutor:
         if group.track is not None:
             group.track.add(SCATTER, unit.name)
         with marked("reduce", unit.name), lane.inside:
-            rows = gradients.sums
+            rows, loan = gradients.sums, None
             if not into_sums or rows is None:
                 numel, dtype = gradients.shard_numel, gradients.reduce_dtype
-                rows = allocate(custom, numel, dtype, unit.mesh.device)
+                if custom is None and self.arena is not None:
+                    rows, loan = self.arena.borrow("rows", unit.name, SCATTERS, numel, dtype)
+                else:
+                    rows = allocate(custom, numel, dtype, unit.mesh.device)
             handle = self._order(group.reduce_scatter(rows, slot, custom))
-        reduction.held = TensorHeld(rows, into_sums)
+        reduction.held = TensorHeld(rows, into_sums, loan)
         reduction.lane, reduction.pending = lane, handle
 
     def all_reduce(self, reduction: TensorReduction) -> None:
@@ -311,7 +351,9 @@ class TensorExecutor:
     def drop(self, held: Any) -> None:
         if held.buffer is not None:
             held.buffer.release()
-        held.content = None
+        if held.loan is not None:
+            held.loan()
+        held.content = held.loan = None
 
     def join(self, reduction: TensorReduction) -> None:
         reduction.lane.join(reduction.pending)
@@ -325,6 +367,10 @@ class TensorExecutor:
             reduction.lane.join(reduction.freed)
         reduction.gradients.clear()
 
+    def forget(self) -> None:
+        """Nothing is under way: what was queued since the last `finish` will never run."""
+        self._scattered = self._crossed = self._offloads = False
+
     def finish(self) -> None:
         if self._scattered:
             self.scatters.join(self.scatters.mark())
@@ -334,7 +380,7 @@ class TensorExecutor:
             for stream in (self.scatters.stream, self.replicas.stream):
                 if stream is not None:
                     stream.synchronize()
-        self._scattered = self._crossed = self._offloads = False
+        self.forget()
 
 
 def marked(name: str, unit: str) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.engine import torch_private
 from shardwise.engine.collectives import DONE, Buffer, Group, Handle, Unpack
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.storage import Member, Parameters
+from shardwise.engine.storage import Member, Parameters, Take
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -76,7 +76,7 @@ class ExtendedParameters(Parameters):
             return self.master
         return self.padded if _has_hooks(self.padded) else None
 
-    def prepare(self, compute_dtype: torch.dtype) -> None:
+    def prepare(self, compute_dtype: torch.dtype, take: Take) -> None:
         """What it is whole it says at its first gather only; until then something of the same shape
         stands in.
         """
@@ -104,6 +104,9 @@ class ExtendedGather:
     def __init__(self, parameters: ExtendedParameters) -> None:
         self.parameters = parameters
         self.group: Group = parameters.mesh.shard
+
+    def give_staging(self) -> None:
+        """It has none of an arena's."""
 
     def take_back(self) -> None:
         """Nothing: how it is gathered is the parameter's own affair."""

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from shardwise.engine import marks, torch_private
+from shardwise.engine import marks, static, torch_private
 from shardwise.engine.collectives import Buffer
-from shardwise.engine.storage import Parameters
+from shardwise.engine.storage import Parameters, Take
 from shardwise.engine.torch_private import local_of
 from shardwise.planning.rows import Rows, lay_out
 
 # A host copies a gradient of at least so many bytes to its place as it comes; smaller ones go
 # together.
 PLACED_FROM_BYTES = 2**15
+
+_PRESENTS = 64  # which of its parameters a rank lacked: so many answers are kept
 
 
 class Gradients:
@@ -33,8 +35,13 @@ class Gradients:
     """
 
     def __init__(
-        self, parameters: Parameters, trainable: Sequence[int], reduce_dtype: torch.dtype
+        self,
+        parameters: Parameters,
+        trainable: Sequence[int],
+        reduce_dtype: torch.dtype,
+        take: Take,
     ) -> None:
+        """`take` gives memory for a permanent slot."""
         mesh = self.mesh = parameters.mesh
         self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
         self._dtype = parameters.dtype
@@ -62,12 +69,9 @@ class Gradients:
         # evenly among several ranks.
         even = all(r.even and r.part and not r.dim for r in layout.rows)
         few = Slot.pays(len(layout.rows) + 1, layout.ranks)
-        has_slot = mesh.device.type == "cuda" and even and few
+        self._has_slot = mesh.device.type == "cuda" and even and few
         self.slot: Slot | None = None
-        if has_slot:
-            sizes = [*(r.part for r in layout.rows), self.counts]
-            starts = [*layout.offsets, layout.shard_numel]
-            self.slot = Slot(starts, sizes, layout.ranks, reduce_dtype, mesh.device)
+        self.make_slot(take)
         # On a host, the slot of a unit that only replicas reduce is filled as gradients come.
         whole = mesh.device.type == "cpu" and layout.ranks == 1
         self.fills_early = whole and self.offload is None and not self.has_dtensors
@@ -93,6 +97,18 @@ class Gradients:
         # the last `attach` left without one.
         self._missing = set(range(len(self.visible)))
         self._absent: frozenset[int] = frozenset()
+        # By what this rank lacks: its part of the counts, and what the last step found nobody has.
+        self._presents: dict[frozenset[int], torch.Tensor] = {}
+        self._last_unused: tuple[frozenset[int], frozenset[int]] | None = None
+
+    def make_slot(self, take: Take) -> None:
+        """The permanent slot, where there is to be one, in memory that `take` gives."""
+        if self._has_slot:
+            layout = self.layout
+            starts = [*layout.offsets, layout.shard_numel]
+            sizes = [*(r.part for r in layout.rows), self.counts]
+            taken = take(self.shard_numel * layout.ranks, self.reduce_dtype, self.mesh.device)
+            self.slot = Slot(starts, sizes, layout.ranks, *taken)
 
     def _take_memory(self) -> None:
         """`sums`, `flat` and `locals`: beside the master, so on the host where that is offloaded.
@@ -166,6 +182,16 @@ class Gradients:
         self.sums = self.flat = None
         self.locals, self.summed = [], []
 
+    def left(self) -> tuple[Any, ...]:
+        """What a step has left here, to be put back by `put_back`."""
+        memory = self.sums, self.flat, self.locals, self.summed
+        return *memory, set(self._missing), self._absent
+
+    def put_back(self, left: tuple[Any, ...]) -> None:
+        """Be as when `left` was asked for."""
+        self.sums, self.flat, self.locals, self.summed, missing, self._absent = left
+        self._missing = set(missing)
+
     def clear(self) -> None:
         """Take the sums off the parameters again."""
         for parameter, summed in zip(self.visible, self.summed, strict=False):
@@ -233,8 +259,13 @@ class Gradients:
         if not self._missing or not self.counts:
             return frozenset(self._missing)
         assert self.sums is not None
+        missing, last = frozenset(self._missing), self._last_unused
+        if last is not None and last[0] == missing and static.is_fixed():
+            return last[1]
         counts = self.sums[self.layout.shard_numel :].tolist()
-        return frozenset(i for i in self._missing if counts[i] == 0)
+        unused = frozenset(i for i in missing if counts[i] == 0)
+        self._last_unused = missing, unused
+        return unused
 
     @property
     def missing(self) -> list[str]:
@@ -324,8 +355,14 @@ class Gradients:
         """For every rank a row: one for each parameter with a gradient, zero for one without."""
         if not missing:
             return self._ones
-        row = [float(i not in missing) for i in range(self.counts)]
-        return torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype).to(self.mesh.device)
+        found = self._presents.get(missing)
+        if found is None:
+            row = [float(i not in missing) for i in range(self.counts)]
+            rows = torch.tensor([row] * self.layout.ranks, dtype=self._ones.dtype)
+            found = rows.to(self.mesh.device)
+            if len(self._presents) < _PRESENTS:  # for good: a recorded graph may read it
+                self._presents[missing] = found
+        return found
 
     def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
         """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""
@@ -420,12 +457,10 @@ class Slot:
         starts: Sequence[int],
         sizes: Sequence[int],
         ranks: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        flat: torch.Tensor,
+        buffer: Buffer,
     ) -> None:
-        numel = (starts[-1] + sizes[-1]) * ranks
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self.buffer = Buffer(self.flat)
+        self.flat, self.buffer = flat, buffer
         by_rank = self.flat.view(ranks, -1)
         self.pieces = [
             by_rank[rank, start : start + size]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.engine import marks, torch_private
+from shardwise.engine import marks, static, torch_private
 from shardwise.engine.checks import explain
 from shardwise.engine.unit import Unit
 from shardwise.schedule.unit import State
@@ -230,7 +230,9 @@ class Node:
         if error is None:
             return
         recomputes = torch_private.inside_backward()
-        if engine is not None and engine.forward_root is self and not recomputes:
+        # While a graph is recorded no event may be waited for; who records it puts all back.
+        ends = engine is not None and engine.forward_root is self and not recomputes
+        if engine is not None and ends and not static.is_fixed():
             engine.reset()
         explain(
             error,

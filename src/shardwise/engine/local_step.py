@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.engine import checks, torch_private
+from shardwise.engine import checks, static, torch_private
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.hooks import Watcher
 from shardwise.engine.parameter_runs import ELEMENTWISE, ParameterRun, find_runs
@@ -65,6 +65,8 @@ def _before_step(
     engines = known.find_engines(optimizer)
     for engine in engines:
         engine.check_interrupted()
+    if static.on is not None:
+        static.on.meet_optimizer(optimizer)
     if not engines or not _takes(optimizer):
         return None
     stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))

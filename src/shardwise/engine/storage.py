@@ -55,7 +55,7 @@ take the write for a change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,6 +77,9 @@ from shardwise.planning.rows import Rows, lay_out
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
+
+# Gives memory for so many elements of a dtype on a device, and what takes and frees it.
+Take = Callable[[int, torch.dtype, torch.device], tuple[torch.Tensor, Buffer]]
 
 _KEEPER = "_shardwise_parameters"  # on a visible parameter: who keeps its master
 
@@ -218,8 +221,10 @@ class Parameters:
         start, rows = self.layout.offsets[i] * self.layout.ranks, self.layout.rows[i]
         return self.full[start : start + rows.numel].view(rows.shape)
 
-    def prepare(self, compute_dtype: torch.dtype) -> None:
-        """Make `full` and what modules compute with. Needs parameters with memory."""
+    def prepare(self, compute_dtype: torch.dtype, take: Take) -> None:
+        """Make `full`, of memory that `take` gives, and what modules compute with. Needs parameters
+        with memory.
+        """
         self.compute_dtype = compute_dtype
         self.aliased = (
             self.mesh.shard.size == 1 and self.dtype == compute_dtype and self.offload is None
@@ -227,9 +232,7 @@ class Parameters:
         if self.aliased:
             self.full = self.master
         else:
-            numel, device = self.layout.full_numel, self.mesh.device
-            self.full = torch.empty(numel, dtype=compute_dtype, device=device)
-            self.buffer = Buffer(self.full)
+            self.full, self.buffer = take(self.layout.full_numel, compute_dtype, self.mesh.device)
         # Writing through `.data` leaves the version counter that autograd checks alone.
         self.full_bytes = self.full.data
         self.shown = []
@@ -238,6 +241,12 @@ class Parameters:
             # An optimizer built while it is in its place would train nothing.
             shown.__dict__["_shardwise_moved"] = member.name
             self.shown.append(shown)
+
+    def stand_on(self, full: torch.Tensor, buffer: Buffer) -> None:
+        """Let `full`, and what modules compute with, be other memory, which holds nothing yet."""
+        self.full, self.buffer, self.full_bytes = full, buffer, full.data
+        for i, shown in enumerate(self.shown):
+            shown.data = self._whole(i)
 
     def _make_shown(self, i: int, whole: torch.Tensor) -> nn.Parameter:
         """What the i-th parameter's modules compute with, over `whole`."""

@@ -4,11 +4,12 @@ wrapped once, with why it is used and what would not work without it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -220,6 +221,11 @@ step_hooks: Callable[[torch.optim.Optimizer], tuple[Any, Any]] = attrgetter(
 )
 
 
+def expect_capture(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch from advising against `capturable` in the eager steps before a recording."""
+    optimizer._warned_capturable_if_run_uncaptured = True
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell a scheduler that the optimizer stepped: it looks for this, and without it warns that it
     was called too early.
@@ -266,6 +272,41 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def backend_name(group: Any, device: torch.device) -> str:
+    """Which backend moves a group's tensors on a device; empty where none is declared."""
+    for pair in dist.get_backend_config(group).split(","):
+        kind, _, backend = pair.partition(":")
+        if kind == device.type:
+            return backend
+    return ""
+
+
+def end_recorded_memory(device: torch.device, pool: Any) -> None:
+    """Let the allocator leave a graph's pool. Without it memory that several streams have used is
+    never given back after a recording that failed.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # it has left it
+        torch._C._cuda_endAllocateToPool(index, pool)
+
+
+@contextlib.contextmanager
+def checkpoints_without_random_state(leave_out: bool) -> Iterator[None]:
+    """Activation checkpointing without the device's random state, which cannot be read while a
+    graph is recorded; for a step that draws no random numbers there. Without it such a step could
+    not be recorded.
+    """
+    from torch.utils import checkpoint
+
+    original = checkpoint.get_device_states
+    if leave_out:
+        checkpoint.get_device_states = lambda *args: ([], [])
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = original
+
+
 def supported_devices(group: Any) -> set[str]:
     """Device types that a process group can move: those it was made for. (torch's `_device_types`
     knows the backends inside a group only, so none for a group that is written in Python.)
@@ -310,6 +351,15 @@ class MemoryIdentity:
             and parameter.untyped_storage()._cdata == self._identity
             and (self._local is not parameter or parameter.data_ptr() == self._address)
         )
+
+    def stands(self, parameter: torch.Tensor) -> bool:
+        """The same for whoever looks at every parameter before every step: without the storage that
+        a DTensor has beside its values.
+        """
+        local = local_of(parameter)
+        if local is not self._local:
+            return False
+        return local is not parameter or parameter.data_ptr() == self._address
 
     def lost_data(self, parameter: torch.Tensor) -> bool:
         """The `data` of a DTensor was set, which left its local tensor as it was."""

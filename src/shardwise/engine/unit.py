@@ -4,7 +4,8 @@ brings them together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import DONE, All, Buffer, Group, Handle, Unpack, allocate
+from shardwise.engine.arena import COMPUTE, GATHERS, KEPT, SCATTERS, Loan, place
+from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack, allocate
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
 from shardwise.engine.mesh import Mesh, MeshPlacement
-from shardwise.engine.storage import Member, Parameters, fingerprint
+from shardwise.engine.storage import Member, Parameters, Take, fingerprint
 from shardwise.engine.torch_private import parameters_of
 from shardwise.planning.rows import Layout
 from shardwise.planning.strategies import choose_gather
@@ -26,6 +28,9 @@ from shardwise.schedule.unit import ScheduledUnit, State
 
 if TYPE_CHECKING:
     from shardwise.engine.attach import Options
+
+# Gives memory for so many elements of a dtype, and what gives it back.
+Lend = Callable[[int, torch.dtype], tuple[torch.Tensor, Loan | None]]
 
 
 class UnitGather:
@@ -40,12 +45,15 @@ class UnitGather:
         mode: str,
         custom: Any = None,
         whole: bool = False,
+        lend: Lend | None = None,
     ) -> None:
         """Make every view once: `parts[i]` is the i-th parameter in `full` as (ranks, piece).
 
         `custom` moves the data instead of the group's own all-gather. `whole`: pieces are stretches
-        of `full`, whatever dims the parameters are cut along.
+        of `full`, whatever dims the parameters are cut along. `lend` gives memory for staging.
         """
+        self.lend = lend if custom is None else None
+        self.staging: Loan | None = None  # of the gather under way
         self.group, self.source, self.full, self.custom = group, source, full, custom
         # 1, or the n/k shards that make one piece of a smaller group.
         factor = layout.ranks // group.size
@@ -127,9 +135,18 @@ class UnitGather:
         ]
         return (handles[0] if len(handles) == 1 else All(handles)), None
 
+    def give_staging(self) -> None:
+        """What arrived is in its place, or nobody wants it."""
+        give, self.staging = self.staging, None
+        if give is not None:
+            give()
+
     def _start_packed(self) -> tuple[Handle, Unpack]:
         ranks, numel = self.group.size, self.source.numel()
-        flat = allocate(self.custom, ranks * numel, self.full.dtype, self.full.device)
+        if self.lend is not None:
+            flat, self.staging = self.lend(ranks * numel, self.full.dtype)
+        else:
+            flat = allocate(self.custom, ranks * numel, self.full.dtype, self.full.device)
         staging = flat.view(ranks, numel)
         own = self.source
         if self.copies or self.custom is not None:
@@ -150,26 +167,32 @@ class UnitGather:
                 )
             else:
                 torch.split_with_sizes_copy(staging, self.sizes, dim=1, out=self.parts)
+            self.give_staging()
 
         return self.group.all_gather(flat, own, self.custom), unpack
 
 
-class KeptPiece(Buffer):
+class KeptPiece:
     """The piece, and the `gather` from the group's pieces back to the full parameters."""
 
     def __init__(
-        self, parameters: Parameters, group: Group, mesh: DeviceMesh | None, mode: str
+        self,
+        parameters: Parameters,
+        group: Group,
+        mesh: DeviceMesh | None,
+        mode: str,
+        take: Take,
+        lend: Lend | None,
     ) -> None:
         """Needs full parameters with memory. With `mesh` users see the pieces meanwhile."""
         layout, full = parameters.layout, parameters.full_bytes
-        piece = full.new_empty(layout.full_numel // group.size)
-        super().__init__(piece)
-        self.gather = UnitGather(group, layout, piece, full, mode, whole=True)
+        piece, self.buffer = take(layout.full_numel // group.size, full.dtype, full.device)
+        self.gather = UnitGather(group, layout, piece, full, mode, whole=True, lend=lend)
         # What hangs in the modules meanwhile: the module's own dict, the key in it, the parameter.
         self.places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         if mesh is not None:
             self._make_visible(parameters, mesh)
-        self.release()
+        self.buffer.release()
 
     def _make_visible(self, parameters: Parameters, mesh: DeviceMesh) -> None:
         """DTensors on the smaller groups' mesh, for parameters whose pieces are the rows such a
@@ -188,7 +211,7 @@ class KeptPiece(Buffer):
 
     def fill(self) -> None:
         """Take this rank's piece from the full parameters."""
-        self.allocate()
+        self.buffer.allocate()
         torch_private.foreach_copy_(self.gather.pieces, self.gather.own)
 
 
@@ -229,6 +252,17 @@ class Unit(ScheduledUnit):
         self.arriving: tuple[Handle, Unpack] = DONE, None  # the gather under way
         self._noted: torch.Tensor | None = None
         self.trainable: tuple[bool, ...] = ()
+        self.touched = False  # shown since nothing waited for a backward: autograd may have views
+
+        self.discards = False  # a gather under way is waited for in order to be freed
+        # Frozen weights in its modules, and trained parameters of other units.
+        self.leads_to_others = False
+
+    def is_inside(self, other: Unit) -> bool:
+        """Whether parameters of this unit hang in modules of `other`."""
+        members = self.parameters.members
+        mine = {id(module) for member in members for module, _ in member.places}
+        return any(id(module) in mine for top in other.modules for module in top.modules())
 
     @property
     def sums_take_reduces(self) -> bool:
@@ -245,18 +279,11 @@ class Unit(ScheduledUnit):
     def prepare(self, executor: TensorExecutor) -> None:
         """Make all that only a running unit needs: full parameters, gathers, gradients."""
         p, options = self.parameters, self.options
-        p.prepare(options.dtypes(p.dtype)[0])
         self.executor = executor
+        p.prepare(options.dtypes(p.dtype)[0], self._take("full", COMPUTE))
         self.arrived = executor.make_event()  # a gather's end, recorded anew each time
         self.packed = executor.make_event()
-        self._from_shards: UnitGather | ExtendedGather | None = None
-        self.kept_piece: KeptPiece | None = None
-        if not p.aliased:
-            self._from_shards = self._make_gather()
-            if self.mesh.keep is not None and isinstance(self._from_shards, UnitGather):
-                mesh = self.mesh.keep_mesh if options.stays_shown else None
-                self.kept_piece = KeptPiece(p, self.mesh.keep, mesh, options.gather)
-            p.buffer.release()  # every view is made; the bytes come with the first gather
+        self._make_gathers()
         self.keeps_piece = self.kept_piece is not None
         # Where each parameter hangs: the module's own dict, the key in it, and the two it swaps.
         self.places = [
@@ -273,6 +300,43 @@ class Unit(ScheduledUnit):
         self.prepared = True
         self.adopt_requires_grad()
 
+    def _make_gathers(self) -> None:
+        """From the shards to the full parameters, and from kept pieces."""
+        p, options = self.parameters, self.options
+        self._from_shards: UnitGather | ExtendedGather | None = None
+        self.kept_piece: KeptPiece | None = None
+        if p.aliased:
+            return
+        self._from_shards = self._make_gather()
+        if self.mesh.keep is not None and isinstance(self._from_shards, UnitGather):
+            mesh = self.mesh.keep_mesh if options.stays_shown else None
+            take, lend = self._take("piece", KEPT), self._lend("staging", GATHERS)
+            self.kept_piece = KeptPiece(p, self.mesh.keep, mesh, options.gather, take, lend)
+        p.buffer.release()  # every view is made; the bytes come with the first gather
+
+    def _take(self, role: str, stream: str) -> Take:
+        """Gives memory for what of the unit has views that stay."""
+        return functools.partial(place, self.executor.arena, role, self.name, stream)
+
+    def _lend(self, role: str, stream: str) -> Lend | None:
+        """Gives memory for a while; None where no arena does."""
+        arena = self.executor.arena
+        return None if arena is None else functools.partial(arena.borrow, role, self.name, stream)
+
+    def move(self, alone: bool = False) -> None:
+        """Stand where the executor's memory is now, with nothing gathered; `alone`: in memory of
+        the allocator's.
+        """
+        p = self.parameters
+        if p.aliased or isinstance(p, ExtendedParameters):
+            return
+        numel, dtype, device = p.layout.full_numel, p.compute_dtype, self.mesh.device
+        arena = None if alone else self.executor.arena
+        p.stand_on(*place(arena, "full", self.name, COMPUTE, numel, dtype, device))
+        self._make_gathers()
+        if self.gradients is not None and not alone:
+            self.gradients.make_slot(self._take("slot", SCATTERS))
+
     def _make_gather(self) -> UnitGather | ExtendedGather:
         """How a gather fills the full parameters."""
         p, options = self.parameters, self.options
@@ -280,7 +344,8 @@ class Unit(ScheduledUnit):
             return ExtendedGather(p)
         with p.buffer.present():
             group, mode, custom = self.mesh.shard, options.gather, options.custom_gather
-            return UnitGather(group, p.layout, p.master, p.full_bytes, mode, custom)
+            lend = self._lend("staging", GATHERS)
+            return UnitGather(group, p.layout, p.master, p.full_bytes, mode, custom, lend=lend)
 
     def remake_gather(self) -> None:
         """Gather by the options as they are now."""
@@ -294,7 +359,7 @@ class Unit(ScheduledUnit):
         """
         shown = self.is_shown and self.state is not State.FREE  # else a kept piece is
         self.hide()
-        if self._in_place:
+        if self.in_place:
             if shown:
                 self.show()
             return False
@@ -310,10 +375,18 @@ class Unit(ScheduledUnit):
         return torch_private.count_writes(self.parameters.master, self.parameters.visible)
 
     @property
-    def _in_place(self) -> bool:
+    def in_place(self) -> bool:
         """What hangs in the modules is what was put there, on the same memory."""
         for own, key, visible, memory in self.parameters.hung:
             if own.get(key) is not visible or not memory.is_of(visible):
+                return False
+        return True
+
+    @property
+    def stands(self) -> bool:
+        """As `in_place`, looked at quickly: before every replay of a recorded step."""
+        for own, key, visible, memory in self.parameters.hung:
+            if own.get(key) is not visible or not memory.stands(visible):
                 return False
         return True
 
@@ -328,7 +401,8 @@ class Unit(ScheduledUnit):
             shown.requires_grad_(trains)
         trained = [i for i, trains in enumerate(trainable) if trains]
         reduce_dtype = self.options.dtypes(p.dtype)[1]
-        self.gradients = Gradients(p, trained, reduce_dtype) if trained else None
+        take = self._take("slot", SCATTERS)
+        self.gradients = Gradients(p, trained, reduce_dtype, take) if trained else None
         self.gradient_count, self.trains_all = len(trained), all(trainable)
         return True
 
@@ -366,6 +440,11 @@ class Unit(ScheduledUnit):
         if not self.is_current and torch.equal(noted, fingerprint(self.parameters.master)):
             self._from_shards.take_back()
 
+    def let_go(self) -> None:
+        """Free what an evaluation left gathered, with what was written to it carried over."""
+        self.take_writes()
+        self.free()
+
     @property
     def next_gather(self) -> UnitGather | ExtendedGather:
         """How the next gather goes: from the shards, or from pieces that a smaller group keeps."""
@@ -378,6 +457,13 @@ class Unit(ScheduledUnit):
         if self.parameters.tied:
             self.parameters.copy_tied_rows()
         super().gather()
+
+    def free(self) -> None:
+        self.discards = True
+        try:
+            super().free()
+        finally:
+            self.discards = False
 
     def shrink(self) -> None:
         super().shrink()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from shardwise.engine.collectives import Group, Handle
+from shardwise.engine.collectives import Buffer, Group, Handle
 from shardwise.engine.engine import Engine
 from shardwise.engine.executor import Lane
 from shardwise.engine.gradients import Slot
@@ -142,7 +142,11 @@ def _pack(gradients: list[Tensor], ranks: int, mine: Tensor) -> _Packed | None:
     sizes = tuple(g.numel() // ranks for g in gradients)
     free = _free_slots.setdefault((sizes, ranks, mine.dtype, mine.device), [])
     starts = list(accumulate(sizes, initial=0))[:-1]
-    slot = free.pop() if free else Slot(starts, sizes, ranks, mine.dtype, mine.device)
+    if free:
+        slot = free.pop()
+    else:
+        flat = mine.new_empty(sum(sizes) * ranks)
+        slot = Slot(starts, sizes, ranks, flat, Buffer(flat))
     slot.pack(gradients)
     return _Packed(slot, free, gradients)
 

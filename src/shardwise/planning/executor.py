@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardwise.description.parameters import UnitSpec
 from shardwise.planning.rows import lay_out
 from shardwise.planning.strategies import choose_gather
+from shardwise.schedule.arena import Key, Lives
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.schedule.unit import ScheduledUnit, State
 
@@ -96,6 +97,7 @@ class PlannedUnit(ScheduledUnit):
         self.grads = 0  # bytes of gradients that backward has left
         self.held_grads = 0  # and those of them that are still held
         self.summed = False  # the gradient buffer holds a sum of this step
+        self.loans: dict[str, Key] = {}  # by role: what it has of an arena
 
     @property
     def sums_take_reduces(self) -> bool:
@@ -136,9 +138,26 @@ class PlannedReduction(Reduction):
 class PlannedExecutor:
     """Tells a listener what the engine's executor does with tensors."""
 
-    def __init__(self, plan: Plan, listener: Listener, ordered: bool) -> None:
+    def __init__(
+        self, plan: Plan, listener: Listener, ordered: bool, lives: Lives | None = None
+    ) -> None:
+        """`lives` notes what the engine's arena would hold."""
         self.plan, self.listener, self.ordered = plan, listener, ordered
+        self.lives = lives
         self._ends: dict[str, int] = {}  # the last operation of each lane: scatter, replica
+
+    def _take(self, unit: PlannedUnit, role: str, nbytes: int, stream: str) -> Key | None:
+        return None if self.lives is None else self.lives.take(role, unit.name, nbytes, stream)
+
+    def _borrow(self, unit: PlannedUnit, role: str, nbytes: int, stream: str) -> None:
+        """Of what a unit has at most one."""
+        loan = self._take(unit, role, nbytes, stream)
+        if loan is not None:
+            unit.loans[role] = loan
+
+    def _return(self, unit: PlannedUnit, role: str) -> None:
+        if self.lives is not None:
+            self.lives.give(unit.loans.pop(role))
 
     # A unit
 
@@ -156,6 +175,8 @@ class PlannedExecutor:
             return
         staging = sizes.full if stages else 0
         listener.hold("temporary", staging)
+        if staging:
+            self._borrow(unit, "staging", staging, "gather")
         if unit.casts and not unit.piece:
             moved = sizes.master + sizes.full // ranks
             before = (listener.copy("cast", unit.name, "gather", moved, before),)
@@ -170,6 +191,7 @@ class PlannedExecutor:
             done = (unit.arrives,)
             unit.arrives = listener.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
             listener.hold("temporary", -staging)
+            self._return(unit, "staging")
 
     def wait(self, unit: PlannedUnit) -> None:
         listener = self.listener
@@ -179,6 +201,7 @@ class PlannedExecutor:
             self._allocate(unit)
             listener.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
             listener.hold("temporary", -unit.staged)
+            self._return(unit, "staging")
             unit.staged = 0
 
     def keep_from_last_step(self, unit: PlannedUnit) -> None:
@@ -190,6 +213,7 @@ class PlannedExecutor:
         if not unit.allocated:
             unit.allocated = True
             self.listener.hold("full", unit.sizes.full)
+            self._borrow(unit, "full", unit.sizes.full, COMPUTE)
 
     def show(self, unit: PlannedUnit) -> None: ...
 
@@ -198,14 +222,17 @@ class PlannedExecutor:
     def free(self, unit: PlannedUnit) -> None:
         unit.allocated = False
         self.listener.hold("full", -unit.sizes.full)
+        self._return(unit, "full")
 
     def shrink(self, unit: PlannedUnit) -> None:
         piece = unit.sizes.full // unit.piece_ranks
         self.listener.hold("full", piece)
+        self._borrow(unit, "piece", piece, "kept")
         self.listener.copy("keep", unit.name, COMPUTE, 2 * piece)
 
     def forget_piece(self, unit: PlannedUnit) -> None:
         self.listener.hold("full", -(unit.sizes.full // unit.piece_ranks))
+        self._return(unit, "piece")
 
     # A reduce
 
@@ -231,15 +258,18 @@ class PlannedExecutor:
         listener.hold("slots", 0 if into_sums else slot)
         on_compute = self._packs_on_compute(unit)
         lane, after = (COMPUTE, ()) if on_compute else ("scatter", listener.behind_compute())
+        placed = not self.ordered and unit.shard_ranks == 1  # in memory of its own
+        loan = None if into_sums or placed else self._take(unit, "slot", slot, lane)
         packed = listener.copy("pack", unit.name, lane, grads + slot, after)
-        held, unit.grads, unit.held_grads = unit.held_grads, 0, 0
+        left, unit.grads, unit.held_grads = unit.held_grads, 0, 0
         if on_compute or not self.ordered:  # they are packed, and go
-            listener.hold("gradients", -held)
-            held = 0
+            listener.hold("gradients", -left)
+            left = 0
+        held = Held(slot, into_sums, loan)
         if on_compute:
-            return PlannedReduction(unit, 0, Held(slot, into_sums), freed=-1, last=packed)
+            return PlannedReduction(unit, 0, held, freed=-1, last=packed)
         self._ends["scatter"] = packed
-        return PlannedReduction(unit, held, Held(slot, into_sums), freed=packed, last=packed)
+        return PlannedReduction(unit, left, held, freed=packed, last=packed)
 
     def _packs_on_compute(self, unit: PlannedUnit) -> bool:
         """As the engine's executor: data parallel's own copies, where there are streams."""
@@ -258,7 +288,8 @@ class PlannedExecutor:
         self._collective(
             reduction, "reduce_scatter", "scatter", "shard", unit.sizes.slot, unit.shard_ranks, rows
         )
-        reduction.held = Held(rows, into_sums)
+        loan = None if into_sums else self._take(unit, "rows", rows, "scatter")
+        reduction.held = Held(rows, into_sums, loan)
 
     def all_reduce(self, reduction: PlannedReduction) -> None:
         unit, rows = reduction.unit, reduction.unit.sizes.rows
@@ -311,6 +342,8 @@ class PlannedExecutor:
 
     def drop(self, held: Held) -> None:
         self.listener.hold("slots", -held.content)
+        if self.lives is not None and held.loan is not None:
+            self.lives.give(held.loan)
 
     def join(self, reduction: PlannedReduction) -> None:
         self.listener.join(reduction.pending)

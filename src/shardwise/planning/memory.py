@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.planning.executor import PlannedExecutor, PlannedUnit
+from shardwise.schedule.arena import Layout, Lives, lay_out
 from shardwise.schedule.drive import Part, run_backward, run_forward, settle
 from shardwise.schedule.moments import Schedule
 
@@ -91,12 +92,23 @@ def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
     return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) / ranks
 
 
-def count_step(plan: Plan, micro_batches: int = 1, streams: bool = True) -> tuple[Counter, int]:
+def lay_out_arena(plan: Plan, micro_batches: int = 1, streams: bool = True) -> Layout:
+    """The block that a step of a Plan takes with `memory="arena"`, every unit a part of the
+    model.
+    """
+    lives = Lives()
+    count_step(plan, micro_batches, streams, lives)
+    return lay_out(lives.end_step())
+
+
+def count_step(
+    plan: Plan, micro_batches: int = 1, streams: bool = True, lives: Lives | None = None
+) -> tuple[Counter, int]:
     """One step of a Plan, every unit a part of the model, counted; and the bytes that reduces hold
     between micro-batches.
     """
     counter = Counter()
-    executor = PlannedExecutor(plan, counter, streams)
+    executor = PlannedExecutor(plan, counter, streams, lives)
     schedule = plan_schedule(plan, executor)
     parts = [Part((unit,)) for unit in schedule.units]
     settle(schedule, parts)
@@ -197,6 +209,9 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
     ]  # fmt: skip
     width = max(len(head) for head, _, _ in table)
     lines += [f"  {head:<{width}}  {what:<34} {show_bytes(n):>12}" for head, what, n in table]
+    if plan.memory == "arena":
+        device, host = (lay_out_arena(plan, micro_batches, s).nbytes for s in (True, False))
+        lines.append(f"  arena: {device:,} bytes in one block; on a CPU {host:,}")
     return "\n".join(lines)
 
 

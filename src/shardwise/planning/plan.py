@@ -75,6 +75,8 @@ class Plan:
         "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
     )
 
+    memory: str = "allocator"  # of what a step takes: torch's allocator, or one "arena"
+
     # Parameters that every rank keeps whole, with their gradients and optimizer state: those with a
     # name that matches a shell pattern, and those of fewer bytes; None: in large shard groups small
     # ones that would be mostly padding. ddp keeps all of them so.
@@ -92,6 +94,7 @@ class Plan:
         self._check_choice("sync", SYNCS)
         self._check_choice("gather", GATHERS)
         self._check_choice("unused", ("zeros", "error"))
+        self._check_choice("memory", ("allocator", "arena"))
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, field) is not None:
                 self._check_choice(field, tuple(DTYPES))
@@ -205,6 +208,8 @@ class Plan:
         whole_below: the same for parameters of fewer bytes than this; 0: none. By default, in shard
             groups of 64 ranks and more, parameters of fewer than 100,000 elements that have at most
             half as many rows as there are ranks: cut, they would be mostly padding.
+        memory: of full parameters, staging and reduces: from torch's "allocator", or one "arena"
+            laid out after the second step.
         gather: packed, grouped, each; auto is what measured best for the backend and the sizes.
         """
         settings = cast(dict[str, Any], given)

@@ -33,6 +33,7 @@ class Settings(TypedDict, total=False):
     whole: str | Sequence[str]
     whole_below: int | None
     gather: str
+    memory: str
 
 
 def parse_mesh(name: str, mesh: int | str | tuple[int, ...] | DeviceMesh) -> tuple[int, int]:

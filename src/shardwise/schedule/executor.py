@@ -14,6 +14,7 @@ class Held:
 
     content: Any
     in_sums: bool = False  # it is the memory of the step's sums itself
+    loan: Any = None  # which piece of an arena it is, if it is one
 
 
 @dataclass(eq=False)

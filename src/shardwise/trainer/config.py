@@ -138,6 +138,7 @@ class RunConfig:
     )
     deterministic: bool = key(False, "only kernels that give the same bits in every run")
     compile: bool = key(False, "compile every block by torch.compile")
+    capture: bool = key(False, "replay the step as a CUDA graph, where it can be captured")
 
     def __post_init__(self) -> None:
         _check("run", self)

@@ -198,6 +198,7 @@ class _Training:
         run, optim, progress = self.config.run, self.config.optim, self.progress
         workload = self.config.workload
         step_tokens = workload.tokens_on(self.mesh)
+        take_step = sw.capture(_take_step) if run.capture else _take_step
         row = row_of(self.member.rank, self.mesh, len(workload.sizes or ((),)))
         sizes = [workload.size_of(row, micro) for micro in range(run.micro_batches)]
         logged, start, waited = progress.step, time.perf_counter(), sw.exposed_seconds(self.model)
@@ -208,7 +209,7 @@ class _Training:
                     group["lr"] = lr
                 start += profiler.before(step)
                 batches = _draw_batches(self.config, sizes, self.corpus, step, self.member)
-                loss_sum, norm, took = _take_step(
+                loss_sum, norm, took = take_step(
                     self.model, self.optimizer, batches, step_tokens, optim
                 )
                 self._count(step, step_tokens, took)

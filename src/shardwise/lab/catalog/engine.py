@@ -17,7 +17,7 @@ STEP = Benchmark(
                              "help": "the peer (default: torch)"}),
         JSON,
         PLOT,
-        list_names("--cases", "case", ("fake8", "gloo2", "h200", "graph")),
+        list_names("--cases", "case", ("fake8", "gloo2", "h200", "graph", "static")),
         list_names("--strategies", "strategy", ("zero3", "zero2", "zero1", "ddp"), None,
                "of zero3, zero2, zero1, ddp; default: all that a case has"),
         Option("--through", {"choices": ["plan", "fully_shard"], "default": "plan",
@@ -39,6 +39,9 @@ cases:
           Skipped without a CUDA device; its figures are labelled `emulated`
   graph   GPU, the same model as compiled graphs (sw.compile) against fully_shard over compiled
           blocks; skipped without a CUDA device
+  static  GPU: sw.capture against fully_shard as it is; beside them fully_shard in a plain
+          torch.cuda.graph, our engine uncaptured, with an arena, and all over compiled blocks;
+          allocated and reserved bytes with each alone in a process
 
 Both engines train the same model on the same inputs with the same fused AdamW, in turn, in one run;
 figures are medians, with the interquartile range after +-. Ratios are shardwise over torch: below 1

@@ -115,6 +115,22 @@ FAMILIES: dict[str, Family] = {
         ),
         backend="fake", world=8, processes=1, device="cuda",
     ),
+    # The first call of a captured step, two more and the recording are its warm-up.
+    "static": Family(
+        tuple(
+            StepCase(
+                f"static-{name}{batch}x{length}-{label}", size, batch, length, ("zero3",), steps=16,
+                warmup=6, precision=MIXED, network=NETWORKS[label], through="capture", blocks=2,
+            )
+            for name, size, batch, length, label in (
+                ("", BENCH, 1, 2048, "free"),
+                ("", BENCH, 4, 2048, "free"),
+                ("", BENCH, 4, 2048, "300GBs"),
+                ("gpt2-", GPT2_MEDIUM, 8, 1024, "free"),
+            )
+        ),
+        backend="fake", world=8, processes=1, device="cuda",
+    ),
 }  # fmt: skip
 
 
@@ -136,7 +152,7 @@ class StepChoice:
                 case = case.quick()
             if self.steps is not None:
                 case = dataclasses.replace(case, steps=self.steps)
-            if self.through != "plan" and case.through != "compile":
+            if self.through != "plan" and case.through not in ("compile", "capture"):
                 # torch's surface has no data parallel without shards.
                 sharding = tuple(s for s in case.strategies if PEERS[s] == "fully_shard")
                 case = dataclasses.replace(case, through=self.through, strategies=sharding)

@@ -12,6 +12,9 @@ import sys
 from functools import partial
 from typing import Any
 
+import torch
+
+from shardwise.description.language_model import draw_tokens
 from shardwise.lab.charts import draw_bars
 from shardwise.lab.rows import describe_run, say
 from shardwise.lab.steps import engines
@@ -54,6 +57,9 @@ def run(arguments: argparse.Namespace) -> None:
         if "error" in answer:
             sys.exit(f"shardwise: {answer['error']}")
         rows += answer["rows"]
+        if any(case.through == "capture" for case in family.cases):
+            for row in answer["rows"]:
+                row["alone"] = _measure_alone(family, row)
     if arguments.json is not None:
         write_json(arguments.json, **facts, rows=rows)
     if arguments.plot is not None:
@@ -62,6 +68,33 @@ def run(arguments: argparse.Namespace) -> None:
         show(rows, facts)
     else:
         print("nothing was measured: no case of these is left on this machine")
+
+
+def _measure_alone(family: Family, row: Row) -> dict[str, dict[str, int]]:
+    """Bytes of each candidate in a process that has nothing else on the device."""
+    case = next(case for case in family.cases if case.name == row["case"])
+    found = {}
+    for name in _wraps(case):
+        say(f"{case.name} {row['strategy']}: {name} alone")
+        found[name] = family.ask(take_memory, family, case, row["strategy"], name)
+    return found
+
+
+def take_memory(family: Family, case: StepCase, strategy: str, name: str) -> dict[str, int]:
+    """The most bytes that a candidate has allocated and reserved since its process began, and what
+    is reserved once its steps repeat.
+    """
+    tokens = draw_tokens(case.size, case.batch, case.length, family.device)
+    with case.open_network():
+        step = _build(_wraps(case)[name], strategy, family, case).step_on(*tokens)
+        for _ in range(case.warmup + 2):
+            step()
+        torch.cuda.synchronize()
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "reserved_at_the_end": torch.cuda.memory_reserved(),
+        }
 
 
 def compare_all(family: Family, quick: bool) -> dict[str, Any]:
@@ -82,9 +115,9 @@ def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
     nothing is sent and there are no values.
     """
     say(f"{case.name} {strategy}: {case.steps} steps each, in turn")
-    wraps = {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
-    wraps |= engines.BESIDE.get(case.through, {})
-    builds = {name: partial(_build, wrap, strategy, family, case) for name, wrap in wraps.items()}
+    builds = {
+        name: partial(_build, wrap, strategy, family, case) for name, wrap in _wraps(case).items()
+    }
     with case.open_network() as emulation:
         measured = measure(family, case, builds, emulation)
     sides, parity = measured.sides, measured.parity.get("theirs")
@@ -115,6 +148,11 @@ def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
     }
 
 
+def _wraps(case: StepCase) -> dict[str, Wrap]:
+    both = {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
+    return both | engines.BESIDE.get(case.through, {})
+
+
 def _build(wrap: Wrap, strategy: str, family: Family, case: StepCase) -> Wrapped:
     model: Any = build_model(case.size, family.device)
     return wrap(model, strategy, case.precision)
@@ -141,6 +179,14 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     if beside:
         heads = ("case", "beside", "its ms", "ours over it")
         print_table("in the same turns", heads, beside, {}, heads[:2], 80)
+    alone = [
+        [row["case"], name, *(f"{bytes_ / 2**30:.2f}" for bytes_ in figures.values())]
+        for row in rows
+        for name, figures in row.get("alone", {}).items()
+    ]
+    if alone:
+        columns = ("case", "alone", "allocated", "reserved", "at the end")
+        print_table("GiB of a process", columns, alone, {}, columns[:2], 80)
     if any(row["settings"]["network"].startswith("emulated") for row in rows):
         print("emulated network: values are fabricated, times are not")
 

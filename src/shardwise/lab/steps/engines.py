@@ -57,22 +57,22 @@ class Wrapped:
     optimizer: torch.optim.Optimizer
     divisor: int
     settings: dict[str, Any]
+    capture: Callable[[Callable[..., None]], Callable[..., None]] | None = None
 
     def step_on(self, tokens: torch.Tensor, targets: torch.Tensor, micro_batches: int = 1) -> Step:
         """One whole training step; of several micro-batches, all on the same tokens."""
         divisor = self.divisor * micro_batches
         batches = [(tokens, targets)] * micro_batches
 
-        def step() -> None:
+        def step(*given: tuple[torch.Tensor, torch.Tensor]) -> None:
             self.optimizer.zero_grad()
-            for inputs, goals in (
-                batches if micro_batches == 1 else sw.microbatches(self.model, batches)
-            ):
+            for inputs, goals in given if len(given) == 1 else sw.microbatches(self.model, given):
                 loss = compute_loss(self.model, inputs, goals)
                 (loss / divisor if divisor > 1 else loss).backward()
             self.optimizer.step()
 
-        return step
+        run = step if self.capture is None else self.capture(step)
+        return lambda: run(*batches)
 
     def whole(self) -> Tensors:
         """Every parameter and its gradient, whole; a collective call."""
@@ -160,12 +160,76 @@ def _wrap_by(
     return Wrapped(model, optimizer, 1, settings | {"optimizer": "AdamW"})
 
 
+class TorchCaptured:
+    """A step in a plain `torch.cuda.graph`, as a user of torch would write it: always on the inputs
+    of its recording.
+    """
+
+    def __init__(self, step: Callable[..., None]) -> None:
+        self._step, self._calls = step, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *inputs: Any) -> None:
+        self._calls += 1
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(current)
+        if self._calls <= 3:
+            with torch.cuda.stream(aside):
+                self._step(*inputs)
+            current.wait_stream(aside)
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._step(*inputs)
+        self._graph = graph
+        graph.replay()
+
+
+def captured(wrap: Wrap) -> Wrap:
+    """The candidate of `wrap`, its step captured: ours by sw.capture, torch's by torch."""
+
+    def wrap_captured(model: LM, strategy: str, precision: Precision) -> Wrapped:
+        wrapped = wrap(model, strategy, precision)
+        ours = "plan" in wrapped.settings
+        for group in wrapped.optimizer.param_groups:
+            group["capturable"] = True
+        settings = wrapped.settings | {"captured": "sw.capture" if ours else "torch.cuda.graph"}
+        capture = sw.capture if ours else TorchCaptured
+        return dataclasses.replace(wrapped, settings=settings, capture=capture)
+
+    return wrap_captured
+
+
+def wrap_arena(model: LM, strategy: str, precision: Precision) -> Wrapped:
+    """shardwise with its memory in an arena."""
+    return wrap_plan(model, precision.plan(strategy, memory="arena"))
+
+
 # How a program reaches shardwise: by a Plan, through torch's surface, or as compiled graphs.
-OURS = {"plan": wrap_ours, "fully_shard": wrap_dropin, "compile": wrap_compiled}
-THEIRS = {"plan": wrap_theirs, "fully_shard": wrap_theirs, "compile": wrap_theirs_compiled}
+OURS: dict[str, Wrap] = {
+    "plan": wrap_ours, "fully_shard": wrap_dropin, "compile": wrap_compiled,
+    "capture": captured(wrap_ours),
+}  # fmt: skip
+THEIRS: dict[str, Wrap] = {
+    "plan": wrap_theirs, "fully_shard": wrap_theirs, "compile": wrap_theirs_compiled,
+    "capture": wrap_theirs,
+}  # fmt: skip
 # What else runs in turn with the two.
 BESIDE: dict[str, dict[str, Wrap]] = {
-    "compile": {"our engine, compiled blocks": wrap_blocks_compiled}
+    "compile": {"our engine, compiled blocks": wrap_blocks_compiled},
+    "capture": {
+        "fully_shard, captured": captured(wrap_theirs),
+        "ours, eager": wrap_ours,
+        "ours, eager, arena": wrap_arena,
+        "ours, captured, arena": captured(wrap_arena),
+        "fully_shard, compiled blocks": wrap_theirs_compiled,
+        "fully_shard, captured, compiled blocks": captured(wrap_theirs_compiled),
+        "ours, compiled blocks": wrap_blocks_compiled,
+        "ours, captured, compiled blocks": captured(wrap_blocks_compiled),
+    },
 }
 
 

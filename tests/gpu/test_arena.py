@@ -1,0 +1,165 @@
+"""Memory in an arena on one GPU: bit for bit as with the allocator, in as many bytes as `explain`
+says, captured too. Two gloo ranks that share the GPU, and one rank of an emulated eight.
+
+Needs no pytest where there is none: `python -m tests.gpu.test_arena` runs the same tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.engine.engine import engine_of
+from shardwise.planning.memory import lay_out_arena
+from tests.gpu.test_capture import DEVICE, Block, Net, draw, emulated
+from tests.ranks import Ranks
+
+try:
+    import pytest
+except ImportError:  # a GPU machine without test tools
+    pytest = None  # type: ignore[assignment]
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero3": ("zero3", {}),
+    "zero3, bf16": ("zero3", {"compute_dtype": "bfloat16"}),
+    "zero3, packed, last": ("zero3", {"gather": "packed", "sync": "last"}),
+    "zero3, deep": ("zero3", {"forward_prefetch": 2, "reduce_depth": 3}),
+    "zero3, whole": ("zero3", {"whole_below": 300, "reduce_dtype": "bfloat16"}),
+    "zero2": ("zero2", {}),
+    "zero1, last": ("zero1", {"sync": "last"}),
+    "ddp, bf16": ("ddp", {"compute_dtype": "bfloat16"}),
+    "hsdp, bf16": ("hsdp", {"compute_dtype": "bfloat16"}),
+}
+
+
+def _make(name: str, memory: str, checkpointed: bool = False) -> Any:
+    torch.manual_seed(0)
+    strategy, settings = PLANS[name]
+    world = dist.get_world_size()
+    mesh = (2, world // 2) if strategy == "hsdp" else world
+    plan = sw.Plan.of(strategy, mesh, units=[Block], memory=memory, **settings)
+    return sw.shard(Net(checkpointed=checkpointed).to(DEVICE), plan)
+
+
+def _step(model: Any, captured: bool) -> Callable[..., Tensor]:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=torch.tensor(1e-2, device=DEVICE), capturable=True
+    )
+
+    def step(*batches: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros((), device=DEVICE)
+        for batch in sw.microbatches(model, batches):
+            loss = model(batch).float().square().mean() / len(batches)
+            loss.backward()
+            total += loss.detach()
+        sw.clip_grad_norm(model, 0.5)
+        optimizer.step()
+        return total
+
+    return sw.capture(step) if captured else step
+
+
+def _compare(name: str, micro: int, captured: bool, checkpointed: bool = False) -> list[str]:
+    """What of a training in an arena is not as with the allocator."""
+    values, wrong = [], []
+    for memory in ("allocator", "arena"):
+        model = _make(name, memory, checkpointed)
+        step = _step(model, captured and memory == "arena")
+        losses = [step(*[draw(10 * i + j) for j in range(micro)]) for i in range(9)]
+        values.append([*losses, *(p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+                                  for p in model.parameters())])  # fmt: skip
+        if memory == "arena":
+            engine = engine_of(model)
+            arena = engine.executor.arena
+            if arena is None or arena.block is None:
+                return ["the arena was left" if arena is None else "there is no block"]
+            assert engine.plan is not None
+            said = lay_out_arena(engine.plan, micro, streams=True).nbytes
+            if said != arena.block.nbytes:
+                wrong.append(f"{arena.block.nbytes} bytes, explain says {said}")
+            if captured and not step.recordings:  # type: ignore[attr-defined]
+                wrong.append(f"not captured: {step.reason}")  # type: ignore[attr-defined]
+    if not all(map(torch.equal, *values)):
+        wrong.append("losses or parameters differ")
+    return wrong
+
+
+def _all(captured: bool) -> dict[str, list[str]]:
+    """Every plan, on this rank."""
+    torch.cuda.set_device(DEVICE)
+    found = {}
+    for i, name in enumerate(PLANS):
+        for micro in (1 + i % 2,):
+            where = f"{name}, {micro} micro-batches"
+            try:
+                found[where] = _compare(name, micro, captured, checkpointed=i % 3 == 0)
+            except Exception:
+                found[where] = traceback.format_exc().strip().splitlines()[-4:]
+                if dist.get_backend() == "gloo":  # the other rank may wait for this one
+                    return found
+    return found
+
+
+def _fail(found: dict[str, list[str]]) -> None:
+    bad = {where: said for where, said in found.items() if said}
+    assert not bad, "\n".join(f"{where}: {line}" for where, said in bad.items() for line in said)
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    """gloo packs where NCCL groups its calls, so bytes are compared among eight only."""
+    ranks = Ranks(2)
+    try:
+        for found in ranks.run(_all, False):
+            kept = {k: [s for s in said if "explain says" not in s] for k, said in found.items()}
+            _fail(kept)
+    finally:
+        ranks.stop()
+
+
+def test_one_rank_of_eight() -> None:
+    with emulated():
+        _fail(_all(False))
+
+
+def test_one_rank_of_eight_captured() -> None:
+    with emulated():
+        _fail(_all(True))
+
+
+TESTS: list[Callable[[], None]] = [
+    value for name, value in list(globals().items()) if name.startswith("test_")
+]
+
+if pytest is not None:
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ]
+
+
+def main() -> int:
+    """All tests without pytest; the exit code counts the failures."""
+    failures = 0
+    for test in TESTS:
+        began = time.monotonic()
+        try:
+            test()
+            said = "ok"
+        except Exception as error:
+            failures += 1
+            said = f"FAILED {type(error).__name__}: {error}"
+        print(f"{test.__name__}: {said} ({time.monotonic() - began:.1f} s)", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
