@@ -41,7 +41,7 @@ from shardwise.emulation.run import joined
 from shardwise.engine.api import local, shard
 from shardwise.engine.engine import microbatches
 from shardwise.engine.state import materialize
-from shardwise.engine.torch_private import local_of
+from shardwise.engine.torch_private import buffers_of, local_of, parameters_of
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -159,7 +159,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta:
             shape = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             shape.__dict__.update(parameter.__dict__)
-            module._parameters[name] = shape
+            parameters_of(module)[name] = shape
 
     nn.Module.register_parameter = keep_shape  # type: ignore[method-assign, assignment]
     try:
@@ -180,7 +180,7 @@ def _fill(model: nn.Module) -> None:
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            buffers_of(module)[name] = buffer.to(device)
 
 
 def can_try(cluster: Cluster, world: int) -> str:
