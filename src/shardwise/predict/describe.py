@@ -120,12 +120,15 @@ class TracedModel:
         self, model: nn.Module, name: str, inputs: Callable[[Workload], Any] | None = None
     ) -> None:
         self.model, self.name, self._inputs = model, name, inputs
+        self._resolved: dict[Plan, Plan] = {}
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
         self._described: dict[tuple[Any, ...], ModelDescription] = {}
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
         """The Plan resolved, and the description of one micro-batch by it."""
-        resolved = plan.resolve(self.model)
+        if plan not in self._resolved:
+            self._resolved[plan] = plan.resolve(self.model)
+        resolved = self._resolved[plan]
         traced = (
             workload.sequence,
             workload.micro_batch,
