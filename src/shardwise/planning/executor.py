@@ -6,9 +6,12 @@ that also asks what things cost gives the predictor its operations.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from shardwise.description.parameters import UnitSpec
 from shardwise.planning.rows import lay_out
@@ -39,11 +42,23 @@ class UnitBytes:
 
 def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
     """S x m, n x S x c, (T + C) x m, n x (T + C) x d of docs/formulas.md."""
-    own, compute, reduce = plan.dtypes(unit.parameters[0].dtype)
-    _, ranks = plan.axes_of(unit)
-    everything = lay_out([p.shape for p in unit.parameters], ranks)
-    trained = lay_out([p.shape for p in unit.parameters if p.trainable], ranks)
-    reduced = trained.shard_numel + (trained.counts if plan.world > 1 else 0)
+    dtypes = plan.dtypes(unit.parameters[0].dtype)
+    shapes = tuple(p.shape for p in unit.parameters)
+    trained = tuple(p.shape for p in unit.parameters if p.trainable)
+    return _sizes(shapes, trained, plan.axes_of(unit)[1], dtypes, plan.world > 1)
+
+
+@functools.lru_cache(maxsize=1024)  # blocks are alike, and a search asks for them again and again
+def _sizes(
+    shapes: tuple[tuple[int, ...], ...],
+    trained_shapes: tuple[tuple[int, ...], ...],
+    ranks: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    counts: bool,
+) -> UnitBytes:
+    own, compute, reduce = dtypes
+    everything, trained = lay_out(shapes, ranks), lay_out(trained_shapes, ranks)
+    reduced = trained.shard_numel + (trained.counts if counts else 0)
     parts = [rows.part * ranks * compute.itemsize for rows in everything.rows if rows.part]
     return UnitBytes(
         master=everything.shard_numel * own.itemsize,

@@ -144,6 +144,7 @@ class TracedModel:
         self.model, self.name, self._inputs, self._samples = model, name, inputs, samples
         self._loss, self._device, self._trace_on, self._build = loss, device, trace_on, build
         self._real: bool | None = None if trace_on == "auto" else trace_on != "meta"
+        self._resolved: dict[Plan, Plan] = {}
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
         self._described: dict[tuple[Any, ...], ModelDescription] = {}
 
@@ -156,7 +157,9 @@ class TracedModel:
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
         """The Plan resolved, and the description of one micro-batch by it."""
-        resolved = plan.resolve(self.model)
+        if plan not in self._resolved:
+            self._resolved[plan] = plan.resolve(self.model)
+        resolved = self._resolved[plan]
         base = self._base_of(workload)
         if self._real is None:
             try:

@@ -78,12 +78,15 @@ def simulate(
     if outside:
         raise ValueError(f"slow names ranks {outside}, but the mesh {plan.mesh} has {plan.world}")
     # Rows that are the same have one number.
-    numbers = _number(rows)
-    classes = fold(
-        plan.world,
-        lambda rank: (numbers[row_of(rank, plan.mesh, len(rows))], speeds.get(rank, 1.0)),
-        mesh_axes(plan),
-    )
+    numbers, axes = _number(rows), mesh_axes(plan)
+    if not any(numbers) and not speeds:
+        classes = [RankClass(0, plan.world, {axis: (0,) for axis in axes})]
+    else:
+        classes = fold(
+            plan.world,
+            lambda rank: (numbers[row_of(rank, plan.mesh, len(rows))], speeds.get(rank, 1.0)),
+            axes,
+        )
     timeline = run(
         [
             Rank(c.first, program_of(c.first), c.groups, speeds.get(c.first, 1.0), c.count)
