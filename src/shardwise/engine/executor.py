@@ -258,7 +258,7 @@ class TensorExecutor:
             if not into_sums or rows is None:
                 numel, dtype = gradients.shard_numel, gradients.reduce_dtype
                 rows = allocate(custom, numel, dtype, unit.mesh.device)
-            handle = self._order(group.reduce_scatter(rows, slot, custom))
+            handle = self._order(group.reduce_scatter(rows, slot, custom, spends=True))
         reduction.held = TensorHeld(rows, into_sums)
         reduction.lane, reduction.pending = lane, handle
 
