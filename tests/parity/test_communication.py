@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine import torch_private
 from shardwise.engine.collectives import (
     Record,
 )
@@ -201,3 +202,21 @@ def _peak_full() -> tuple[int, int]:
 def test_one_unit_is_whole_while_it_runs(two: Ranks) -> None:
     for seen, expected in two.run(_peak_full):
         assert seen == expected
+
+
+def scatter_both_ways() -> tuple[bool, bool]:
+    """gloo's reduce-scatter and the one that spends its input: the same bits, one keeps it."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(rank)
+    whole = torch.randn(ranks * 1000)
+    found, spent = torch.empty(1000), whole.clone()
+    torch_private.reduce_scatter(found, whole, None).wait()
+    again = torch.empty(1000)
+    torch_private.reduce_scatter(again, spent, None, spends=True).wait()
+    torch.manual_seed(rank)
+    untouched = torch.equal(whole, torch.randn(ranks * 1000))
+    return torch.equal(found, again), untouched
+
+
+def test_a_scatter_that_spends_its_input_gives_the_same_bits(four: Ranks) -> None:
+    assert four.run(scatter_both_ways) == [(True, True)] * 4

@@ -53,7 +53,8 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
 def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
     """An engine over `units`, the hooks that call it, and what `copy.deepcopy` calls."""
     arena = Arena(mesh.device) if plan.memory == "arena" else None
-    engine = Engine(model, units, mesh, plan.policy, TensorExecutor(mesh.device, arena))
+    executor = TensorExecutor(mesh.device, arena, spends=True)
+    engine = Engine(model, units, mesh, plan.policy, executor)
     engine.plan = plan
     nodes = _hang(model, plan, engine)
     bind(model, engine)

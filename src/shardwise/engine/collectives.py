@@ -137,14 +137,16 @@ class Group:
         return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
+        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None, spends: bool = False
     ) -> Handle:
-        """The sum over ranks of everybody's `input`; this rank gets its equal part of it."""
+        """The sum over ranks of everybody's `input`; this rank gets its equal part of it. With
+        `spends`, nobody reads the input afterwards, and it may be written to.
+        """
         self._note("reduce_scatter", input)
         if custom is not None:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
             return _issued(handle or DONE)
-        return _issued(torch_private.reduce_scatter(output, input, self.group))
+        return _issued(torch_private.reduce_scatter(output, input, self.group, spends))
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """The sum over ranks, in place."""

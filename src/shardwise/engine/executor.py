@@ -118,8 +118,13 @@ class TensorReduction(Reduction):
 class TensorExecutor:
     """Moves one engine's tensors, on three lanes: gathers, scatters, sums over replicas."""
 
-    def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
+    def __init__(
+        self, device: torch.device, arena: Arena | None = None, spends: bool = False
+    ) -> None:
         self.arena = arena  # lends the memory of a step, where a Plan says so
+        # A scatter may use its input up. Not under torch's surface: whoever watches its collectives
+        # expects a reduce-scatter.
+        self._spends = spends
         self.gathers, self.scatters, self.replicas = Lane(device), Lane(device), Lane(device)
         self.ordered = self.gathers.ordered
         # In this backward: the lanes that were used.
@@ -298,7 +303,7 @@ class TensorExecutor:
                     rows, loan = self.arena.borrow("rows", unit.name, SCATTERS, numel, dtype)
                 else:
                     rows = allocate(custom, numel, dtype, unit.mesh.device)
-            handle = self._order(group.reduce_scatter(rows, slot, custom))
+            handle = self._order(group.reduce_scatter(rows, slot, custom, self._spends))
         reduction.held = TensorHeld(rows, into_sums, loan)
         reduction.lane, reduction.pending = lane, handle
 
