@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.description.collectives import slowdown
@@ -282,12 +282,15 @@ def _shape_of(program: Program) -> _Shape:
     last: dict[str, int] = {}
     issued, issue_end, clock = [], [], 0.0
     for i, op in enumerate(ops):
-        needs = set(op.after)
-        if op.stream in last:
-            needs.add(last[op.stream])
+        needs: Iterable[int] = op.after
+        before = last.get(op.stream)
+        if before is not None:
+            needs = {before, *op.after} if op.after else (before,)
+        elif len(op.after) > 1:
+            needs = set(op.after)
         last[op.stream] = i
-        missing[i] = len(needs)
         for need in needs:
+            missing[i] += 1
             followers[need].append(i)
         issued.append(clock)
         clock += op.host

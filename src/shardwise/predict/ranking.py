@@ -90,7 +90,9 @@ class Candidate:
         )
 
     def extended(self, shorter: Candidate, workload: Workload, more: int) -> Candidate:
-        """For `more` micro-batches, each of which adds what this one has over the `shorter` one."""
+        """For `more` micro-batches, each of which takes what this one takes over the `shorter` one.
+        They hold no more than these do.
+        """
         took, before = vars(self.breakdown), vars(shorter.breakdown)
         step_ms = self.step_ms + more * (self.step_ms - shorter.step_ms)
         assert self.range_ms is not None
@@ -99,7 +101,6 @@ class Candidate:
             self,
             workload=workload,
             step_ms=step_ms,
-            peak_bytes=self.peak_bytes + more * (self.peak_bytes - shorter.peak_bytes),
             breakdown=Breakdown(
                 **{name: took[name] + more * (took[name] - before[name]) for name in took}
             ),

@@ -41,7 +41,7 @@ from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import Source, as_example, as_source, workload_of
 from shardwise.predict.step import EngineStep, StepOptions
 
-SIMULATED = 4  # micro-batches, of twice as many and more
+SIMULATED = 3  # micro-batches, of twice as many and more
 USUAL_SHARDS = 512  # ranks of a shard group
 # What a smaller micro-batch foretells is not described when it exceeds the limit by so much.
 SURELY_TOO_MUCH = 1.15
