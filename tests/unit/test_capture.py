@@ -18,7 +18,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine import capture as captures
 from shardwise.engine import rates as engine_rates
-from shardwise.engine import static
+from shardwise.engine import static, torch_private
 from shardwise.engine.capture import CapturedStep, find_needs, signature_of
 from shardwise.engine.engine import engine_of
 from shardwise.engine.recorder import Uncapturable
@@ -42,7 +42,7 @@ class Replayed:
 
     def rehearse(self, run: Callable[[], Any]) -> Any:
         self.rehearsed += 1
-        self.fixed.append(static.is_fixed())
+        self.fixed.append(torch_private.is_recording(static.fixed))
         return run()
 
     def record(self, run: Callable[[], Any], lanes: Any) -> tuple[Any, Callable[[], None]]:

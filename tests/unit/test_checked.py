@@ -71,7 +71,11 @@ def test_bounds_hold_at_birth() -> None:
     ("old", "new", "told"),
     [
         ("points_source =", "# ", r"device\.matmul\.\w+\.points have no points_source"),
-        ("    [", "    [1, ", r"a row of device\.matmul\.\w+\.points has 5 entries, got \[1, "),
+        (
+            "    [",
+            "    [1, ",
+            r"a row of device\.matmul\.\w+\.points has the entries m, n, k, FLOP.s, .*, got \[1, ",
+        ),
         ("[host]", "[host]\npoints_source = 'x'", "unknown key host.points_source"),
         ("[contention]", "[other]", "unknown key other"),
     ],

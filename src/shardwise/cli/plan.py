@@ -257,7 +257,7 @@ def wrap(text: str, width: int, indent: str = "") -> list[str]:
 def _print(question: Question, ranking: Ranking, top: int, title: str) -> None:
     width = max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
     if len(ranking):
-        print(f"{question.model} on {question.cluster}, {title}\n")
+        print("\n".join(wrap(f"{question.model} on {question.cluster}, {title}", width)) + "\n")
         print("\n".join(lay_table(ranking, top, width)) + "\n")
     for line in ranking.explain().splitlines():
         print("\n".join(wrap(line, width)))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.engine import static
+from shardwise.engine import torch_private
 from shardwise.engine.collectives import Buffer
 from shardwise.schedule.arena import Key, Layout, Lives, lay_out
 
@@ -118,7 +118,7 @@ class Arena:
             unit.touched = False
         if self.deviated is not None:
             self._move_out(engine)
-        elif self.layout is None and not static.is_recording():
+        elif self.layout is None and not torch_private.is_recording():
             self._steps += trained
             if self._steps < 2 or not trained:
                 self._lives.begin_step()

@@ -157,7 +157,11 @@ class CapturedStep(Generic[Arguments, Result]):
         self.reason: str | None = None
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if self.reason is not None or static.on is not None or static.is_fixed():
+        if (
+            self.reason is not None
+            or static.on is not None
+            or torch_private.is_recording(static.fixed)
+        ):
             return self._step(*args, **kwargs)
         run = functools.partial(self._step, *args, **kwargs)
         try:

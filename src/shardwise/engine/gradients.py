@@ -260,7 +260,7 @@ class Gradients:
             return frozenset(self._missing)
         assert self.sums is not None
         missing, last = frozenset(self._missing), self._last_unused
-        if last is not None and last[0] == missing and static.is_fixed():
+        if last is not None and last[0] == missing and torch_private.is_recording(static.fixed):
             return last[1]
         counts = self.sums[self.layout.shard_numel :].tolist()
         unused = frozenset(i for i in missing if counts[i] == 0)

@@ -232,7 +232,7 @@ class Node:
         recomputes = torch_private.inside_backward()
         # While a graph is recorded no event may be waited for; who records it puts all back.
         ends = engine is not None and engine.forward_root is self and not recomputes
-        if engine is not None and ends and not static.is_fixed():
+        if engine is not None and ends and not torch_private.is_recording(static.fixed):
             engine.reset()
         explain(
             error,

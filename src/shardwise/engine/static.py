@@ -23,16 +23,7 @@ class Listener(Protocol):
 
 
 on: Listener | None = None
-fixed = False  # `sw.capture` records this step, or rehearses it
-
-
-def is_fixed() -> bool:
-    """The step that runs now will be repeated as it is, so nothing may be asked of the device, and
-    what earlier steps have found out holds. Also inside a `torch.cuda.graph` of the user's.
-    """
-    return fixed or is_recording()
-
-
-def is_recording() -> bool:
-    """The device runs nothing of what is called now: a graph takes it."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+# `sw.capture` records this step, or rehearses it: it will be repeated as it is, so nothing may be
+# asked of the device, and what earlier steps have found out holds. The same goes for a graph of the
+# user's (`torch_private.is_recording`).
+fixed = False

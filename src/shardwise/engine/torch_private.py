@@ -101,6 +101,14 @@ class _Scattered:
         self._output.copy_(self._own.view_as(self._output))
 
 
+def is_recording(rehearsed: bool = False) -> bool:
+    """The device runs nothing of what is called now, a CUDA graph takes it; or that is `rehearsed`.
+    torch would start the device to answer.
+    """
+    started = torch.cuda.is_initialized()
+    return rehearsed or (started and torch.cuda.is_current_stream_capturing())
+
+
 def all_gather_grouped(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any
 ) -> Any:
