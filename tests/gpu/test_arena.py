@@ -6,8 +6,6 @@ Needs no pytest where there is none: `python -m tests.gpu.test_arena` runs the s
 
 from __future__ import annotations
 
-import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.engine.engine import engine_of
 from shardwise.planning.memory import lay_out_arena
+from tests.gpu.standalone import run_all
 from tests.gpu.test_capture import DEVICE, Block, Net, draw, emulated
 from tests.ranks import Ranks
 
@@ -135,10 +134,6 @@ def test_one_rank_of_eight_captured() -> None:
         _fail(_all(True))
 
 
-TESTS: list[Callable[[], None]] = [
-    value for name, value in list(globals().items()) if name.startswith("test_")
-]
-
 if pytest is not None:
     pytestmark = [
         pytest.mark.gpu,
@@ -146,20 +141,5 @@ if pytest is not None:
     ]
 
 
-def main() -> int:
-    """All tests without pytest; the exit code counts the failures."""
-    failures = 0
-    for test in TESTS:
-        began = time.monotonic()
-        try:
-            test()
-            said = "ok"
-        except Exception as error:
-            failures += 1
-            said = f"FAILED {type(error).__name__}: {error}"
-        print(f"{test.__name__}: {said} ({time.monotonic() - began:.1f} s)", flush=True)
-    return failures
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_all(globals())

@@ -7,7 +7,6 @@ Needs no pytest where there is none: `python -m tests.gpu.test_capture` runs the
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 import warnings
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.emulation.run import joined
+from tests.gpu.standalone import run_all
 from tests.ranks import Ranks
 
 try:
@@ -421,10 +421,6 @@ def test_gloo_is_named() -> None:
         ranks.stop()
 
 
-TESTS: list[Callable[[], None]] = [
-    value for name, value in list(globals().items()) if name.startswith("test_")
-]
-
 if pytest is not None:
     pytestmark = [
         pytest.mark.gpu,
@@ -432,20 +428,5 @@ if pytest is not None:
     ]
 
 
-def main() -> int:
-    """All tests without pytest; the exit code counts the failures."""
-    failures = 0
-    for test in TESTS:
-        began = time.monotonic()
-        try:
-            test()
-            said = "ok"
-        except Exception as error:
-            failures += 1
-            said = f"FAILED {type(error).__name__}: {error}"
-        print(f"{test.__name__}: {said} ({time.monotonic() - began:.1f} s)", flush=True)
-    return failures
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_all(globals())

@@ -6,10 +6,9 @@ Needs no pytest where there is none: `python -m tests.gpu.test_emulated` runs th
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +22,7 @@ from shardwise.emulation.collectives import Emulation, Network, emulate
 from shardwise.emulation.exposure import Message
 from shardwise.emulation.run import joined
 from shardwise.engine import torch_private
+from tests.gpu.standalone import run_all
 
 try:
     import pytest
@@ -212,10 +212,6 @@ def test_ddp_s_buckets_go_over_the_network() -> None:
         assert 0.5 * modelled < measured.exposed_s < 1.1 * modelled, (measured.exposed_s, modelled)
 
 
-TESTS: list[Callable[[], None]] = [
-    value for name, value in list(globals().items()) if name.startswith("test_")
-]
-
 if pytest is not None:
     pytestmark = [
         pytest.mark.gpu,
@@ -223,18 +219,5 @@ if pytest is not None:
     ]
 
 
-def main() -> int:
-    """All tests without pytest; the exit code counts the failures."""
-    failures = 0
-    for test in TESTS:
-        try:
-            test()
-            print(f"{test.__name__}: ok", flush=True)
-        except Exception as error:
-            failures += 1
-            print(f"{test.__name__}: FAILED {type(error).__name__}: {error}", flush=True)
-    return failures
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_all(globals())

@@ -10,9 +10,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.calibration import search as measured_search
-from shardwise.calibration.trial import Program, _parameters_on_meta, can_try
+from shardwise.calibration.trial import Program, _parameters_on_meta, can_try, try_plan
 from shardwise.description.cluster import Cluster
 from shardwise.description.workload import Workload
+from shardwise.emulation.engines import Subject
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.predict.ranking import Trial, basis_of
@@ -75,6 +76,20 @@ def test_real_ranks_try_the_best_and_are_remembered(model: str) -> None:
     told.clear()
     again = sw.search(model, cluster, **settings)
     assert [c.step_ms for c in again] == [c.step_ms for c in ranking] and not told
+
+
+def test_presets_and_modules_are_tried_recomputing_too() -> None:
+    """As built by others, and without their values: a trial takes no second copy of them."""
+    cluster = Cluster.load("cpu-gloo")
+    again = Workload(16, 2, checkpoint="nonreentrant")
+    plan = Plan.of("zero3", 2).resolve(Subject("tiny", 2, 16).build())
+    assert try_plan(Program("tiny"), plan, again, cluster).step_ms > 0
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    built = Program(net)._build()
+    assert all(p.is_meta for p in built.parameters()) and not built[1].running_var.is_meta
+    assert not any(p.is_meta for p in net.parameters())
+    trial = try_plan(Program(net, torch.randn(6, 4)), Plan.of("ddp", 2), Workload(1, 6), cluster)
+    assert trial.how == "2 ranks, gloo" and trial.peak_bytes > 0
 
 
 def test_a_cluster_of_gpus_is_not_tried_without_one(model: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.calibration.search import plan
 from shardwise.cli.plan import Question
 from shardwise.description.cluster import Cluster
 from shardwise.description.preset import load_preset
@@ -17,7 +18,7 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.strategies import REDUCES
 from shardwise.predict.describe import TracedModel, describe, describe_preset
 from shardwise.predict.ranking import GB, MEMORY_MARGIN
-from shardwise.predict.search import _Search, _splits, plan, search
+from shardwise.predict.search import _Search, _splits, search
 from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import as_source, checkpointed
 from shardwise.predict.step import StepOptions

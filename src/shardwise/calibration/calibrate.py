@@ -11,9 +11,11 @@ import dataclasses
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,14 +83,18 @@ def calibrate(
         quiet: Tell = lambda text: None  # noqa: E731
         found, host = measure_as_rank(effort, tell if dist.get_rank() == 0 else quiet)
     else:
-        found, host = _measure_on_ranks(ranks, effort, tell)
+        found, host = ask_ranks(_run_rank, (effort,), ranks, tell)
     return assemble(name, found, host, device, ranks, None, how, hosts)
 
 
-def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings, HostFindings]:
-    """Start the ranks, pass on what rank 0 tells, and give what it found."""
+def ask_ranks(
+    target: Callable[..., None], args: tuple[Any, ...], ranks: int, tell: Tell = lambda text: None
+) -> Any:
+    """Call `target(*args, writer)` on so many new local ranks, with a group of gloo and their share
+    of the cores; pass on the words that rank 0 writes, and give the last other thing.
+    """
     reader, writer = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    results: list[tuple[Findings, HostFindings]] = []
+    results: list[Any] = []
 
     def listen() -> None:
         try:
@@ -104,16 +110,20 @@ def _measure_on_ranks(ranks: int, effort: Effort, tell: Tell) -> tuple[Findings,
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        start_ranks(_run_rank, (effort, writer), ranks)
+        start_ranks(_join, (target, args, writer), ranks)
     finally:
         writer.close()
     listener.join()
-    return results[0]
+    return results[-1]
+
+
+def _join(target: Callable[..., None], args: tuple[Any, ...], writer: Connection) -> None:
+    open_group("gloo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    target(*args, writer)
 
 
 def _run_rank(effort: Effort, writer: Connection) -> None:
-    open_group("gloo")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     rank = dist.get_rank()
     found = measure_as_rank(effort, writer.send if rank == 0 else (lambda text: None))
     if rank == 0:

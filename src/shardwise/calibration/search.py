@@ -23,7 +23,7 @@ from shardwise.planning.plan import Plan
 from shardwise.predict import search as predicted
 from shardwise.predict.ranking import Candidate, Ranking, Trial
 from shardwise.predict.sources import as_example, as_source
-from shardwise.profiling.timing import describe_environment
+from shardwise.profiling.timing import describe_environment, no_garbage_collection
 
 TRIED = 4  # strategies, the best Plan of each
 MORE = 2  # Plans that are tried because of what was learnt of these
@@ -48,8 +48,14 @@ def search(
     cluster's network emulated; on a CPU all ranks. Those are ranked by what they took, and the
     others by their predictions, corrected by it. A trial takes seconds and is remembered, by
     machine, model and Plan. `tell` is called with what is tried next.
+
+    All else is as `shardwise.predict.search.search` has it: `inputs`, `loss`, `world`, dtypes, what
+    is searched.
     """
-    ranking = predicted.search(model, cluster, workload, budget_gb, **settings)
+    # Millions of small values that refer to no other in a circle: looking through them would take a
+    # quarter of the time.
+    with no_garbage_collection():
+        ranking = predicted.search(model, cluster, workload, budget_gb, **settings)
     if not measure or not ranking:
         return ranking
     if isinstance(model, ModelDescription):
@@ -58,11 +64,6 @@ def search(
     if workload is not None and not hasattr(workload, "micro_batch"):
         program = dataclasses.replace(program, inputs=workload)
     return measured(ranking, program, cluster, tell, settings.get("trace_on", "auto"))
-
-
-search.__doc__ = f"{search.__doc__}\n    The other settings are those of a prediction:\n\n" + (
-    predicted.search.__doc__ or ""
-)
 
 
 def plan(

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import multiprocessing
 import os
 import statistics
-import threading
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.calibration.calibrate import ask_ranks
 from shardwise.description.cluster import Cluster
 from shardwise.description.example import Call, loss_of_output
 from shardwise.description.foreign import build_on_host, find_function, is_foreign
@@ -35,13 +32,12 @@ from shardwise.description.tracing.torch_private import pytree
 from shardwise.description.tracing.trace import find_loss
 from shardwise.description.workload import Workload, row_of
 from shardwise.emulation.collectives import emulate
-from shardwise.emulation.engines import Subject
+from shardwise.emulation.engines import Subject, wrap
 from shardwise.emulation.networks import ClusterNetwork
 from shardwise.emulation.run import joined
-from shardwise.engine.api import local, shard
+from shardwise.engine.api import local
 from shardwise.engine.engine import microbatches
-from shardwise.engine.state import materialize
-from shardwise.engine.torch_private import buffers_of, local_of, parameters_of
+from shardwise.engine.torch_private import buffers_of, parameters_of
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -50,8 +46,6 @@ from shardwise.predict.ranking import Trial
 from shardwise.predict.sources import as_example
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Step
-from shardwise.trainer.group import open_group
-from shardwise.trainer.launch import start_ranks
 
 WARMUP, STEPS = 3, 5
 # And so long on a GPU: until its clock is steady, and while it swings about its mean.
@@ -74,8 +68,6 @@ class Program:
         row = self._sizes(plan, workload)
         if isinstance(self.model, str) and not is_foreign(self.model):
             subject = Subject(self.model, row[0], workload.sequence, (row,))
-            if workload.checkpoint != "none":
-                raise UserError("a preset that recomputes is not tried")
             built = subject.build()
             calls = [Call(inputs, {}) for inputs in subject.draw_rows(device)[0]]
 
@@ -83,15 +75,13 @@ class Program:
                 return subject.loss(model, call.args)
 
         else:
-            built, loss = self._build(workload), self._loss
+            built, loss = self._build(), self._loss
             calls = [self._call(built, replace(workload, micro_batch=n), device) for n in row]
-        shard(built, replace(plan, units=None))
-        with warnings.catch_warnings():
-            # torch's initialisers warn of DTensors on a host; `_fill` replaces what they draw.
-            warnings.simplefilter("ignore", UserWarning)
-            materialize(built, device)
-        _fill(built)
-        _move_buffers(built, device)
+        _recompute(built, workload.checkpoint)
+        wrap("shardwise", built, replace(plan, units=None), device)
+        for module in built.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                buffers_of(module)[name] = buffer.to(device)
         trained = [p for p in built.parameters() if p.requires_grad]
         optimizer = local(torch.optim.AdamW(trained, **OPTIMIZER))
 
@@ -109,23 +99,18 @@ class Program:
             return (workload.micro_batch,) * workload.micro_batches
         return workload.sizes[row_of(dist.get_rank(), plan.mesh, len(workload.sizes))]
 
-    def _build(self, workload: Workload) -> nn.Module:
-        if isinstance(self.model, str):
+    def _build(self) -> nn.Module:
+        """Parameters have no memory; buffers do: only a constructor knows what is in them."""
+        built = self.model
+        if isinstance(built, str):
             try:
                 with _parameters_on_meta():
-                    built = build_on_host(self.model)
+                    built = build_on_host(built)
             except Exception:
-                built = build_on_host(self.model)  # it reads what it has just made
-        else:
-            built = copy.deepcopy(self.model)
-        built.train()
-        if workload.checkpoint != "none":
-            for name in find_blocks(built):
-                block = built.get_submodule(name)
-                reentrant = workload.checkpoint == "reentrant"
-                again = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
-                block.forward = again
-        return built
+                built = build_on_host(built)  # it reads what it has just made
+        shapes = {id(p): _shape_of(p) for p in built.parameters()}
+        copied: nn.Module = copy.deepcopy(built, shapes)
+        return copied.train()
 
     def _call(self, model: nn.Module, workload: Workload, device: torch.device) -> Call:
         example = as_example(self.inputs, self.model)
@@ -150,16 +135,14 @@ class Program:
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters lose their memory as soon as a module has them, so that a model that fits nowhere
-    whole can be built. Buffers keep theirs: only a constructor knows what is in them.
+    whole can be built.
     """
     register = nn.Module.register_parameter
 
     def keep_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            shape = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            shape.__dict__.update(parameter.__dict__)
-            parameters_of(module)[name] = shape
+            parameters_of(module)[name] = _shape_of(parameter)
 
     nn.Module.register_parameter = keep_shape  # type: ignore[method-assign, assignment]
     try:
@@ -168,19 +151,20 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-@torch.no_grad()
-def _fill(model: nn.Module) -> None:
-    """Small random numbers: a GPU's clock depends on the values it multiplies."""
-    for parameter in model.parameters():
-        own = local_of(parameter)
-        if own.is_floating_point():
-            own.normal_(std=0.02) if own.ndim > 1 else own.fill_(1.0)
+def _shape_of(parameter: nn.Parameter) -> nn.Parameter:
+    """The same without memory."""
+    shape = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    shape.__dict__.update(parameter.__dict__)
+    return shape
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            buffers_of(module)[name] = buffer.to(device)
+def _recompute(model: nn.Module, how: str) -> None:
+    """Let every block run once more in backward, if the workload says so."""
+    for name in find_blocks(model) if how != "none" else ():
+        block = model.get_submodule(name)
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=how == "reentrant"
+        )
 
 
 def can_try(cluster: Cluster, world: int) -> str:
@@ -197,7 +181,8 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
     if why:
         raise UserError(f"{plan.title} cannot be tried: {why}")
     if cluster.host.communicates:
-        return _try_on_ranks(program, plan, workload)
+        found: Trial = ask_ranks(_run_rank, (program, plan, workload), plan.world)
+        return found
     device = torch.device("cuda", torch.cuda.current_device())
     needed, free = count_kept(plan).at_once, free_bytes(device)
     if needed > free:
@@ -207,10 +192,15 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
         )
     left, held = footprint.free_device(), torch.cuda.memory_reserved()
     try:
-        with joined(0, plan.world), emulate(ClusterNetwork(cluster)):
+        # A GPU that waits for the garbage collector clocks up.
+        with (
+            joined(0, plan.world),
+            emulate(ClusterNetwork(cluster)),
+            timing.no_garbage_collection(),
+        ):
             step = program.start(plan, workload, device)
-            _repeat(step, timing.time_on_cuda, WARMUP, WARM_S)
-            samples = _repeat(step, timing.time_on_cuda, STEPS, TIMED_S)
+            timing.repeat(step, timing.time_on_cuda, WARMUP, WARM_S)
+            samples = timing.repeat(step, timing.time_on_cuda, STEPS, TIMED_S)
             allocated, reserved = footprint.peaks_on_cuda(step)
             del step
     except torch.OutOfMemoryError as error:
@@ -220,34 +210,12 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
     return _sum_up(samples, allocated - left, reserved - held, "one rank, its network emulated")
 
 
-def _try_on_ranks(program: Program, plan: Plan, workload: Workload) -> Trial:
-    reader, writer = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    told: list[Trial] = []
-
-    def listen() -> None:
-        try:
-            told.append(reader.recv())
-        except EOFError:  # the ranks failed, and say so themselves
-            return
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        start_ranks(_run_rank, (program, plan, workload, writer), plan.world)
-    finally:
-        writer.close()
-    listener.join()
-    return told[0]
-
-
 def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connection) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.world))
-    open_group("gloo")
     device = torch.device("cpu")
     step = program.start(plan, workload, device)
     timer = timing.time_on_host(dist.barrier)
-    _repeat(step, timer, WARMUP, 0.0)
-    samples = _repeat(step, timer, STEPS, 0.0)
+    timing.repeat(step, timer, WARMUP)
+    samples = timing.repeat(step, timer, STEPS)
     everybody: list[list[Sample]] = [[] for _ in range(plan.world)]
     dist.all_gather_object(everybody, samples)
     slowest = [max(each, key=lambda s: s.step_ms) for each in zip(*everybody, strict=True)]
@@ -257,17 +225,6 @@ def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connecti
         writer.send(_sum_up(slowest, peak, None, f"{plan.world} ranks, gloo"))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _repeat(
-    step: Step, timer: Callable[[Step], Sample], least: int, seconds: float
-) -> list[Sample]:
-    samples: list[Sample] = []
-    began = time.perf_counter()
-    with timing.no_garbage_collection() if seconds else nullcontext():
-        while len(samples) < least or time.perf_counter() - began < seconds:
-            samples.append(timer(step))
-    return samples
 
 
 def _sum_up(samples: list[Sample], peak: int, reserved: int | None, how: str) -> Trial:

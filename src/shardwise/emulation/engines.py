@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -182,8 +182,8 @@ def _wrap_ours(
     with warnings.catch_warnings():
         # torch's initialisers warn of DTensors on a host; `_fill` replaces what they draw.
         warnings.simplefilter("ignore", UserWarning)
-        materialize(model, device)
-    _fill(model, device)
+        empty = set(materialize(model, device))
+    _fill(model, device, [buffer for name, buffer in model.named_buffers() if name in empty])
     resolved = engine_of(model).plan
     assert resolved is not None
     return model, {"plan": resolved.title, "units": len(resolved.require_units())}
@@ -201,7 +201,7 @@ def _wrap_torch(
         if plan.compute_dtype:
             settings["compute"] = f"autocast to {plan.compute_dtype}"
     model.to_empty(device=device)
-    _fill(model, device)
+    _fill(model, device, model.buffers())
     return (DistributedDataParallel(model) if plan.name == "ddp" else model), settings
 
 
@@ -226,10 +226,12 @@ def fully_shard_blocks(
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, device: torch.device) -> None:
-    """Small random numbers everywhere: a GPU's clock depends on the values it multiplies."""
+def _fill(model: nn.Module, device: torch.device, buffers: Iterable[torch.Tensor]) -> None:
+    """Small random numbers in all parameters, and in `buffers` that hold nothing: a GPU's clock
+    depends on the values it multiplies.
+    """
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *buffers):
         if tensor.ndim > 1:
             local_of(tensor).normal_(std=0.02, generator=generator)
         else:

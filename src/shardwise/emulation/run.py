@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.description.tracing import torch_private
+from shardwise.description.tracing.real_run import free_bytes
 from shardwise.description.workload import row_of
 from shardwise.emulation.collectives import Emulation, emulate
 from shardwise.emulation.device import Mode
@@ -111,7 +112,7 @@ def check_memory(plan: Plan, subject: Subject, device: torch.device) -> None:
     kept = count_kept(plan.resolve(subject.build()))
     needed = kept.at_once if device.type == "cuda" else kept.host_at_once
     free = free_bytes(device)
-    if free is not None and needed > free:
+    if needed > free:
         raise UserError(
             f"one rank of {subject.name} under {plan.title} on mesh {plan.replicate}x{plan.shard} "
             f"keeps {needed / 1e9:.1f} GB without activations, and {device} has {free / 1e9:.1f} "
@@ -125,18 +126,6 @@ def ways_to_keep_less(plan: Plan) -> list[str]:
         return [f"use --plan zero3 --mesh 1x{max(2, plan.world)}"]
     ways = ["shard over more ranks (--mesh)"]
     return ways if plan.strategy.parameters == "shard" else [*ways, "use --plan zero3"]
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Of a device's memory, or of the host's; None where that does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
 
 
 @dataclass

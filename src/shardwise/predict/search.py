@@ -10,10 +10,8 @@ way, and when micro-batches are reduced.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,45 +129,13 @@ def search(
             f"{', '.join(strategies) or 'no strategy'} has no mesh on {world} ranks: hsdp needs a "
             "number of ranks that divides into groups; use zero3, or another number of ranks"
         )
-    with _no_collections():
-        for plan in plans:
-            for split in _splits(workload, checkpoints):
-                run.consider(plan, split)
-        run.check_some_ran()
-        for candidate in run.ranking().best_of_each():
-            run.refine(candidate)
+    for plan in plans:
+        for split in _splits(workload, checkpoints):
+            run.consider(plan, split)
+    run.check_some_ran()
+    for candidate in run.ranking().best_of_each():
+        run.refine(candidate)
     return run.ranking()
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python's collector is off meanwhile. A search makes millions of small values that refer to no
-    other in a circle; looking through them took a quarter of its time.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def plan(
-    model: nn.Module | ModelDescription | str,
-    cluster: Cluster,
-    workload: Workload | Any = None,
-    budget_gb: float | None = None,
-    **settings: Any,
-) -> Plan:
-    """The fastest Plan that fits, resolved: the first that `search` gives. It keeps the workload's
-    tokens, but may ask for other micro-batches; `search` says which.
-    """
-    ranking = search(model, cluster, workload, budget_gb, **settings)
-    if not ranking:
-        raise ValueError(ranking.explain())
-    best: Plan = ranking[0].plan
-    return best
 
 
 def _splits(workload: Workload, checkpoints: Sequence[str]) -> Iterator[Workload]:

@@ -118,12 +118,23 @@ def alternate(
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Python's collector is off meanwhile, as in `timeit`: whom it strikes is chance."""
+    was = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was:
+            gc.enable()
+
+
+def repeat(step: Step, timer: Timer, least: int, seconds: float = 0.0) -> list[Sample]:
+    """Time a step so many times, and for so long."""
+    samples: list[Sample] = []
+    began = time.perf_counter()
+    while len(samples) < least or time.perf_counter() - began < seconds:
+        samples.append(timer(step))
+    return samples
 
 
 def time_on_host(ready: Callable[[], object]) -> Timer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
-import time
 from collections.abc import Iterable
 
 import torch
@@ -30,7 +29,7 @@ from shardwise.predict.cost import Costs
 from shardwise.predict.step import StepOptions
 from shardwise.profiling import footprint
 from shardwise.profiling.results import Row
-from shardwise.profiling.timing import Sample, Step, no_garbage_collection, timer_on
+from shardwise.profiling.timing import Step, no_garbage_collection, repeat, timer_on
 from shardwise.timeline import Timeline
 
 WARMUP = 3
@@ -121,9 +120,10 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
     try:
         # A GPU that waits for the garbage collector clocks up.
         with emulate(case.network) as emulation, no_garbage_collection():
-            _repeat(step, device, WARMUP, WARM_S)
+            timer, cuda = timer_on(device), _on_cuda(device)
+            repeat(step, timer, WARMUP, WARM_S if cuda else 0.0)
             called = sum(emulation.calls.values())
-            samples = _repeat(step, device, steps, TIMED_S)
+            samples = repeat(step, timer, steps, TIMED_S if cuda else 0.0)
             if not sum(emulation.calls.values()) > called:
                 raise RuntimeError(f"{case.name}: no collective went over the emulated network")
             peak = footprint.peaks_on_cuda(step)[0] if _on_cuda(device) else None
@@ -140,16 +140,6 @@ def measure(case: AccuracyCase, device: str, steps: int = STEPS) -> Row:
         "measured_samples_ms": [round(sample, 2) for sample in times],
         "measured_bytes": peak,
     }
-
-
-def _repeat(step: Step, device: str, least: int, seconds: float) -> list[Sample]:
-    """Time the step `least` times, and on a GPU for `seconds`."""
-    timer = timer_on(device)
-    samples: list[Sample] = []
-    began = time.perf_counter()
-    while len(samples) < least or (_on_cuda(device) and time.perf_counter() - began < seconds):
-        samples.append(timer(step))
-    return samples
 
 
 def _step_of(case: AccuracyCase, device: str) -> Step:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardwise.calibration.measure import CPU, NOTHING, Effort, Findings, measure_links
 from shardwise.description.cluster import Cluster, CollectivePoint, Level, Protocol
 from shardwise.description.collectives import bus_share, collective_time
-from shardwise.emulation.run import free_bytes
+from shardwise.description.tracing.real_run import free_bytes
 from shardwise.lab.charts import draw_curves
 from shardwise.lab.parallel import document
 from shardwise.lab.processes import ask_ranks, time_on_ranks
