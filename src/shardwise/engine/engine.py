@@ -177,7 +177,7 @@ class Engine:
             self._abandon_backward()
         if self.schedule.first_micro:
             self.structure.check(self.policy.may_grow)
-            self._begin_step(node.units[:1])
+            self._begin_step(node)
         self.schedule.forward_order.begin()
         self.hold = Hold(self)
         self._held.add(self.hold)
@@ -187,17 +187,17 @@ class Engine:
         """The graph of an earlier forward is still there, and its backward has not begun."""
         return any(hold.engine is not None for hold in self._held if hold is not self.hold)
 
-    def _begin_step(self, first: Sequence[Unit]) -> None:
+    def _begin_step(self, node: Node) -> None:
         """Look after all units. What the outermost module needs at once is sent for before the
         others are looked at, so that the host does that while it travels.
         """
         if self.executor.arena is not None and not self.awaits_backward:
             self.executor.arena.begin_step(self)
-        known = not self.agreement.first_pass
-        early = [unit for unit in first if known and unit.prepared and not unit.adopt_changes()]
+        known = node is self.stand_in or not self.agreement.first_pass
+        early = [u for u in node.units[:1] if known and u.prepared and not u.adopt_changes()]
         self._renew(early)
         for unit in early:
-            unit.gather()
+            node.bring(unit)
         others = [unit for unit in self.units if unit not in early]
         if any([unit.adopt_changes() or not unit.prepared for unit in others]):
             self._prepare()

@@ -61,6 +61,10 @@ class Node:
         # weight used up.
         self.tracks_inputs = engine.policy.frees_in_pass and not is_root
 
+    def bring(self, unit: Unit) -> None:
+        """Send for a unit that the module needs at once, before the step's others are looked at."""
+        unit.gather()
+
     def hang(self) -> None:
         """Put the hooks on the module."""
         module = self.module

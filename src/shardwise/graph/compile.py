@@ -8,6 +8,8 @@ that cannot be traced, and a step in which some replica has nothing to run, goes
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,11 +31,12 @@ from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering
 from shardwise.graph.parts import Parts, facts_of
 from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
-from shardwise.graph.runtime import know
+from shardwise.graph.runtime import Gathering, forget_early, know, note_gathers
 from shardwise.graph.trace import Inputs, Whole, traceable
 from shardwise.planning.plan import Plan
 
 BACKENDS = ("inductor", "graph")
+_OURS = ("given", "parameters")  # what the traced function has of the engine (`trace.py`)
 
 
 def compile(
@@ -77,8 +80,6 @@ def compile(
 class CompiledModel:
     """One model's graphs. Stands in the place of the engine's outermost node."""
 
-    units: Sequence[Unit] = ()  # what an outermost node gathers before its forward: nothing here
-
     def __init__(
         self,
         model: nn.Module,
@@ -100,10 +101,11 @@ class CompiledModel:
         self._sinks: list[Tensor] | None = None
         self._agreed = False  # all ranks run graphs
         self._asked = False  # and have asked each other, in the call that runs
+        self._first: tuple[Parts, Gathering] | None = None  # what every forward gathers first
         self.summaries: list[PassSummary] = []  # what the passes did to the last graphs
         self._options = options
         # Compiled, by what the micro-batch is: torch keeps few variants of one function.
-        self._runs: dict[tuple[bool, ...], Callable[..., Any]] = {}
+        self._runs: dict[Any, Callable[..., Any]] = {}
 
     # From the hooks to the graphs, and back
 
@@ -170,6 +172,7 @@ class CompiledModel:
                 self.engine.reset()
                 raise
             finally:
+                forget_early()
                 self.engine.forward_root = self.engine.hold = None
             if not self._asked:
                 self.engine.agreement.everybody(why)
@@ -210,8 +213,14 @@ class CompiledModel:
             None if ends else self._sinks,
             self._held if ends and trains else None,
         )
+        run = self._variant(given, keeps)
         with self._hidden(), torch_private.without_loggers():
-            output, whole = self._variant(given, keeps)(given, args, kwargs)
+            if self._first is None:
+                with note_gathers() as gathers:
+                    output, whole = run(given, args, kwargs)
+                self._note_first(gathers)
+            else:
+                output, whole = run(given, args, kwargs)
         if keeps:
             self._whole = whole
         if root.output_dtype is not None:
@@ -224,21 +233,56 @@ class CompiledModel:
         return output
 
     @property
+    def units(self) -> Sequence[Unit]:
+        """What is sent for when a step begins, as an outermost node's units are."""
+        return [self._first[0].unit] if self._first is not None and self._first[0].current else []
+
+    def bring(self, unit: Unit) -> None:
+        assert self._first is not None
+        self._first[1].send_early()
+
+    def _note_first(self, gathers: Sequence[Gathering]) -> None:
+        """Remember the first message, if it is of parameters as they stand."""
+        for first in gathers[:1]:
+            given = [part.detach() for part in first.parts]
+            for parts in self._parts:
+                own = {leaf.data_ptr() for leaf in parts.leaves}
+                if own.issuperset(part.data_ptr() for part in given):
+                    self._first = parts, dataclasses.replace(first, parts=given)
+
+    @property
     def _keeps_over_step(self) -> bool:
         """Full parameters stay from the first micro-batch to the last."""
         policy = self.engine.policy
         return not policy.frees_in_pass
 
     def _variant(self, given: Inputs, keeps: bool) -> Callable[..., Any]:
+        trained = tuple(parts.trainable for parts in self._parts)
         kind = (torch.is_grad_enabled(), given.whole is None, given.sinks is None,
-                given.held is None, keeps)  # fmt: skip
+                given.held is None, keeps, trained)  # fmt: skip
         if kind not in self._runs:
             traced = traceable(self._whole_model, self._facts, keeps)
             backend = Backend(self)
             self._runs[kind] = torch.compile(
-                traced, backend=backend, fullgraph=True, **self._options
+                traced, backend=backend, fullgraph=True, **self._guarded()
             )
         return self._runs[kind]
+
+    def _guarded(self) -> dict[str, Any]:
+        """Options of torch.compile by which it does not look at the parts and facts of parameters
+        before each call: they are the same as long as `_runs` is, and it takes a millisecond.
+        """
+        given = dict(self._options.get("options") or {})
+        asked = given.get("guard_filter_fn")
+
+        def keep(guards: Sequence[Any]) -> list[bool]:
+            others = asked(guards) if asked is not None else [True] * len(guards)
+            return [
+                other and re.split(r"\W", guard.name, maxsplit=1)[0] not in _OURS
+                for other, guard in zip(others, guards, strict=True)
+            ]
+
+        return self._options | {"options": given | {"guard_filter_fn": keep}}
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
@@ -279,7 +323,7 @@ class CompiledModel:
             self._parts = [Parts(unit) for unit in units]
             self._facts = [fact for unit in units for fact in facts_of(unit)]
             know(self.engine)
-            self._runs = {}
+            self._runs, self._first = {}, None
         for parts in self._parts:
             parts.follow_requires_grad()
 

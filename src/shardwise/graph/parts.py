@@ -24,7 +24,7 @@ class Parts:
                 p.master[start : start + rows.part].detach()
                 for start, rows in zip(layout.offsets, layout.rows, strict=True)
             ]
-        self._trainable: tuple[bool, ...] = ()
+        self.trainable: tuple[bool, ...] = ()  # that its leaves go with
         self._gradients: Gradients | None = None  # that `_trained` goes with
         self._trained: list[Tensor] = []
         self.follow_requires_grad()
@@ -35,9 +35,9 @@ class Parts:
         return self._master is self.unit.parameters.master
 
     def follow_requires_grad(self) -> None:
-        if self.unit.trainable != self._trainable:
-            self._trainable = self.unit.trainable
-            for leaf, trains in zip(self.leaves, self._trainable, strict=True):
+        if self.unit.trainable != self.trainable:
+            self.trainable = self.unit.trainable
+            for leaf, trains in zip(self.leaves, self.trainable, strict=True):
                 leaf.requires_grad_(trains)
 
     def hand_over(self) -> None:

@@ -9,6 +9,8 @@ or not grouped by a backend is so for both.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -107,7 +109,52 @@ _free_slots: dict[Any, list[Slot]] = {}  # by what they are for
 _under_way: dict[int, _Sent] = {}  # by the memory that the first tensor fills
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """One gather of a graph: what it was called with."""
+
+    parts: list[Tensor]
+    ranks: int
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> Any:
+        return self.parts[0].data_ptr(), len(self.parts), self.dtype
+
+    def send_early(self) -> None:
+        """Start it before its graph runs, which will find it under way."""
+        _early[self.key] = _gather(self.parts, self.ranks, self.name, self.dtype)
+
+
+_early: dict[Any, Tensor] = {}
+_noted: list[Gathering] | None = None
+
+
+@contextmanager
+def note_gathers() -> Iterator[list[Gathering]]:
+    """What graphs gather inside, in their order."""
+    global _noted
+    found: list[Gathering] = []
+    _noted = found
+    try:
+        yield found
+    finally:
+        _noted = None
+
+
+def forget_early() -> None:
+    """What no graph asked for is let go."""
+    while _early:
+        _arrive(_early.popitem()[1])
+
+
 def _gather(parts: list[Tensor], ranks: int, name: str, dtype: torch.dtype) -> Tensor:
+    asked = Gathering(parts, ranks, name, dtype)
+    if _noted is not None:
+        _noted.append(asked)
+    if _early and (sent := _early.pop(asked.key, None)) is not None:
+        return sent
     path = gathers[name]
     flat = parts[0].new_empty(sum(p.numel() for p in parts) * ranks, dtype=dtype)
     outputs = flat.split([part.numel() * ranks for part in parts])
