@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -168,4 +168,13 @@ def without_collecting() -> AbstractContextManager[Any]:
 @functools.cache
 def _logger_methods(count: int) -> set[Any]:
     """Libraries add some of their own when they are imported: there are `count` by now."""
-    return {method for method in vars(logging.Logger).values() if callable(method)}
+    return _Methods(method for method in vars(logging.Logger).values() if callable(method))
+
+
+class _Methods(set[Any]):
+    """Functions, that are words where one asks for all: torch 2.11 sorts its settings to write them
+    down, and logs an error where it cannot.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([str(method) for method in super().__iter__()])
