@@ -85,14 +85,15 @@ class Lowering:
     def forward(self, graph: Graph) -> Graph:
         walk = _Walk(self, graph)
         schedule = self.schedule
-        order = [unit for unit in walk.order if not unit.is_root]
+        # A graph knows when it needs each of the root's units: an output's projection comes last.
         roots = [unit for unit in schedule.units if unit.is_root and unit.needed]
-        schedule.forward_order.expected = roots + order
+        returned = [unit for unit in roots if unit not in walk.order]  # and not used
+        schedule.forward_order.expected = returned + walk.order
         schedule.forward_order.begin()
         walk.inputs()
-        for unit in roots:
+        for unit in returned:
             schedule.before_forward(unit)
-        walk.run(schedule.before_forward, schedule.after_forward)
+        walk.run(schedule.before_forward, schedule.after_forward, roots=True)
         for unit in roots:
             schedule.after_forward(unit)
         schedule.end_forward()
@@ -185,12 +186,18 @@ class _Walk:
                 for number, args in unit.needed.items()
             }
 
-    def run(self, begins: Callable[[GraphUnit], None], ends: Callable[[GraphUnit], None]) -> None:
+    def run(
+        self,
+        begins: Callable[[GraphUnit], None],
+        ends: Callable[[GraphUnit], None],
+        roots: bool = False,
+    ) -> None:
+        """Copy all nodes. `begins` hears of the root's units too where they are not there yet."""
         for node in self.old.nodes:
             if node.op in ("placeholder", "output") or node in self.gathered:
                 continue
             for unit in self._begins.get(node, ()):
-                if not unit.is_root:
+                if roots or not unit.is_root:
                     begins(unit)
             if node in self.reduced:
                 self._take(node)
