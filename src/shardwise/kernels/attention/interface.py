@@ -1,9 +1,9 @@
 """Attention: `attention(q, k, v, causal=...)`, and `FlashAttention.apply` underneath.
 
-`attention` checks its inputs, asks `backends` which backend is fastest for them, and
-calls that (the first call of a shape on a GPU times them: `measured`). The Triton backend is `FlashAttention` around the custom ops of `ops`:
-torch.compile sees one node, and autograd keeps q, k, v, o and the log-sum-exp, nothing of size
-queries x keys. `attention(..., return_lse=True)` returns `(o, lse)`.
+`attention` checks its inputs, asks `backends` which backend is fastest for them, and calls that
+(the first call of a shape on a GPU times them: `measured`). The Triton backend is `FlashAttention`
+around the custom ops of `ops`: torch.compile sees one node, and autograd keeps q, k, v, o and the
+log-sum-exp, nothing of size queries x keys. `attention(..., return_lse=True)` returns `(o, lse)`.
 """
 
 from __future__ import annotations

@@ -205,10 +205,12 @@ class Trials:
         calls: Mapping[str, Call],
         device: torch.device,
         budget_ms: float,
-        most: int = 30,
+        far: float = FAR,
+        rounds: tuple[int, int] = (2, 60),
     ) -> None:
-        """Each once untimed (kernels are compiled, plans made) and once timed; then those that are
-        not far behind in turn: at least two rounds, up to `most` of them for the budget.
+        """Each once untimed (kernels are compiled, plans made) and once timed; then those that did
+        not take `far` times the shortest, in turn: as many rounds as the budget allows, between the
+        two numbers of `rounds`.
         """
         able = {}
         clock = _Clock(device)
@@ -221,12 +223,13 @@ class Trials:
                 self.failed[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         if not able:
             return
-        bound = FAR * min(times[0] for times in self.ms.values())
+        bound = far * min(times[0] for times in self.ms.values())
         near = {name: call for name, call in able.items() if self.ms[name][0] <= bound}
         expected = sum(self.ms[name][0] for name in near)
-        rounds = int(min(max(budget_ms / max(expected, 1e-6), 2), most))
+        least, most = rounds
+        count = int(min(max(budget_ms / max(expected, 1e-6), least), most))
         # The first time may have been of a GPU at rest: it decides nothing where there are others.
-        stops = [(name, clock.start(call)) for _ in range(rounds) for name, call in near.items()]
+        stops = [(name, clock.start(call)) for _ in range(count) for name, call in near.items()]
         for name in near:
             self.ms[name] = []
         for name, stop in stops:
