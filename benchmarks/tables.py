@@ -181,6 +181,10 @@ def make_default_table() -> str:
         f"{row[name]['fastest']}: {row[name]['ratio']:.2f}"
         for row in rows for name in untuned.PASSES if row[name]["ratio"] > untuned.WITHIN
     ]  # fmt: skip
+    far += [
+        f"{untuned.Shape(**row['shape']).sizes} not measured: {row['failure']}"
+        for row in load(UNTUNED)["rows"] if row["failure"] is not None
+    ]  # fmt: skip
     table = finish(heads, lines, UNTUNED)
     return table + ("\nPast 3 %: " + "; ".join(far) + ".\n" if far else "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwise.cli import main
 from shardwise.errors import UserError
 from shardwise.kernels.attention import backends, measured
 from shardwise.kernels.attention.backends import Request, choose
 from shardwise.kernels.attention.interface import attention
+from shardwise.kernels.attention.mask import Mask, visible_pairs
 from shardwise.kernels.attention.measured import Trials
+from shardwise.lab.attention import untuned
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 NAMES = ("triton", "cudnn", "flash")
@@ -306,3 +310,84 @@ def test_a_request_says_what_a_call_is() -> None:
         assert not Request.of(q, k, k, causal=True).grad
     flat = Request.of(q[:, 0], k[:, 0], k[:, 0], causal=True, segments=True)
     assert (flat.heads, flat.kv_heads, flat.transposed, flat.masked) == (1, 1, False, True)
+
+
+def test_the_untuned_shapes_are_many_and_of_every_kind() -> None:
+    shapes = untuned.make_shapes(quick=False)
+    drawn = [shape for shape in shapes if shape.group == "drawn"]
+    assert len(drawn) >= 40 and drawn == untuned.draw(len(drawn))
+    assert len({shape.key for shape in shapes}) == len(shapes)
+    for name, least, most in (("batch", 1, 32), ("heads", 8, 64), ("dim", 32, 256),
+                              ("seq", 512, 65536)):  # fmt: skip
+        found = [getattr(shape, name) for shape in drawn]
+        assert least <= min(found) <= 2 * least and most / 2 <= max(found) <= most, name
+    kinds = {(s.causal, s.window is not None, s.documents > 0) for s in drawn}
+    assert {(True, False, False), (False, False, False), (True, True, False), (False, True, False),
+            (True, False, True), (False, False, True)} <= kinds  # fmt: skip
+    assert {1, 2, 4, 8} <= {shape.heads // shape.kv_heads for shape in drawn}
+    sizes = [(s.batch, s.heads, s.kv_heads, s.seq, s.dim) for s in shapes if s.group == "named"]
+    assert sizes == list(untuned.NAMED) and len(sizes) == 4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("documents", [0, 3])
+def test_a_shape_counts_what_its_mask_shows(
+    causal: bool, window: int | None, documents: int
+) -> None:
+    shape = untuned.Shape("drawn", 1, 2, 1, 23, 4, causal, window, documents)
+    options = untuned.Problem(shape, CPU).options
+    place = torch.arange(shape.seq)
+    mask = Mask(causal, 1.0, window, *options.get("segment_ids", (None, None)))
+    assert shape.pairs() == visible_pairs(place, place, mask).sum()
+    assert shape.flops("both") == 7 * 2 * 2 * 4 * shape.pairs()
+
+
+def test_the_bench_of_untuned_shapes_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "untuned.json"
+    command = ["bench", "attention", "--shapes", "untuned", "--quick", "--json", str(result)]
+    rivals = untuned.Bench.rivals
+
+    def with_more(self: untuned.Bench, problem: untuned.Problem) -> list[str]:
+        if problem.shape.window:
+            raise RuntimeError("this shape fails as a whole")
+        return [*rivals(self, problem), "cudnn"]  # which cannot run here
+
+    monkeypatch.setattr(untuned.Bench, "rivals", with_more)
+    assert main([*command, "--budget", "0"]) == 0
+    assert not result.exists()
+    assert main(command) == 0
+    assert "shapes within 3 % of the fastest" in capsys.readouterr().out
+    rows = json.loads(result.read_text())["rows"]
+    failures = [row["failure"] for row in rows]
+    assert failures.count(None) == 3 and "fails as a whole" in str(failures)
+    for row in rows:
+        if row["failure"] is None:
+            assert "cannot serve" in row["failed"]["cudnn"]
+            assert row["apart"] <= untuned.AGREEMENT
+            for name in untuned.PASSES:
+                side = row[name]
+                assert set(side["ms"]) == {"default", "math", "reference"}
+                assert side["ratio"] == side["ms"]["default"] / side["ms"][side["fastest"]]
+                assert side["chosen"] in ("sdpa", "math")
+    assert main([*command, "--resume"]) == 0
+    assert json.loads(result.read_text())["rows"] == rows
+    assert main(["bench", "attention", "--quick", "--resume", "--json", str(result)]) == 2
+    assert "not of --shapes sweeps" in capsys.readouterr().err
+    assert main([*command[:5], "--plot", str(tmp_path / "a.svg")]) == 2
+    assert "leave --plot out" in capsys.readouterr().err
+
+
+def test_a_backend_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = untuned.attention
+
+    def wrong(q: Tensor, *tensors: Tensor, backend: str | None, **options: Any) -> Tensor:
+        o = right(q, *tensors, backend=backend, **options)
+        return o * 1.1 if backend == "reference" else o
+
+    monkeypatch.setattr(untuned, "attention", wrong)
+    row = untuned.Bench(quick=True).measure(untuned.make_shapes(quick=True)[0])
+    assert row["failure"] is None and "differs from float64" in row["failed"]["reference"]
+    assert set(row["both"]["ms"]) == {"default", "math"}
