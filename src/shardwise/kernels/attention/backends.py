@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.kernels.attention import measured
 from shardwise.kernels.attention.mask import Mask, visible_pairs
-from shardwise.kernels.torch_private import is_static
 
 BACKENDS = ("triton", "flash", "cudnn", "efficient", "math", "sdpa", "reference")
 MAX_WIDTH = 256
@@ -152,8 +151,9 @@ def choose(request: Request, backend: str | None = None, plain: bool = False) ->
         # Torch's fast backends may sum gradients in an order that changes from run to run.
         return "math" if _refusal("triton", request) else "triton"
     if torch.compiler.is_compiling():
-        sizes = (request.batch, request.heads, request.width, request.queries, request.keys)
-        return _choose_in_trace(*request) if is_static(*sizes) else rank(request)[0]
+        from shardwise.kernels.attention.in_trace import choose_in_trace
+
+        return choose_in_trace(request)
     if not plain:
         return rank(request)[0]
     chosen = _chosen.get(request)
@@ -169,16 +169,6 @@ def rank(request: Request) -> list[str]:
     names = (*_preferred(request), *UNMEASURED)
     fit = [name for name in dict.fromkeys(names) if _refusal(name, request) is None]
     return fit or ["math"]
-
-
-@torch.compiler.assume_constant_result
-def _choose_in_trace(*fields: Any) -> str:
-    """What a trace of known sizes takes: the choice that was measured before, or the table's. It
-    runs as it stands, in the middle of the trace, where nothing can be timed.
-    """
-    request = Request(*fields)
-    names = rank(request)
-    return measured.recall(request, names) or names[0]
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
