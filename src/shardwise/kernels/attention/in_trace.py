@@ -1,7 +1,7 @@
 """Which backend a trace of torch.compile takes.
 
-Imported by the trace alone: with this comes torch's compiler, which takes seconds, and Triton, which
-decides then whether kernels are interpreted.
+Imported by the trace alone: with this comes torch's compiler, which takes seconds, and Triton,
+which decides then whether kernels are interpreted.
 """
 
 from __future__ import annotations

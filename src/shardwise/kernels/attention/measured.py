@@ -245,7 +245,8 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.flush: Tensor | None = None
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            # Not the device: communication on other streams may wait for a rank that waits for us.
+            torch.cuda.current_stream(device).synchronize()
             size = torch.cuda.get_device_properties(device).L2_cache_size
             self.flush = torch.empty(max(size, 1 << 20), dtype=torch.uint8, device=device)
 

@@ -416,7 +416,7 @@ def run(arguments: argparse.Namespace) -> None:
         file.facts["environment"]["cudnn"] = torch.backends.cudnn.version()
         shapes = make_shapes(arguments.quick)
         missing = [shape for shape in shapes if shape.key not in file]
-        if bench.device.type == "cuda" and backends.HAS_TRITON:
+        if missing and bench.device.type == "cuda" and backends.HAS_TRITON:
             compile_ahead(missing)
         for shape in file.missing(missing, lambda shape: shape.key):
             row = bench.measure(shape)
