@@ -46,6 +46,8 @@ run_part() {
         accuracy) shardwise bench accuracy --cases h200 --json "$out/accuracy-h200.json" "${commit[@]}" ;;
         attention) go_on attention-h200.json
             shardwise bench attention --resume --json "$out/attention-h200.json" "${commit[@]}" ;;
+        attention-untuned) shardwise bench attention --shapes untuned --resume \
+            --json "$out/attention-untuned-h200.json" "${commit[@]}" ;;
         profile) shardwise bench profile --cases h200 --json "$out/profile-h200.json" "${commit[@]}" ;;
         ffn) shardwise bench ffn --json "$out/ffn-h200.json" "${commit[@]}" ;;
         grouped) go_on grouped-step-h200.json
@@ -73,8 +75,8 @@ run_part() {
 
 parts=("$@")
 ((${#parts[@]})) || parts=(test-parity test-dropin test-nccl test-emulated test-profile test-attention
-    step step-dropin peers check emulate llama8b accuracy ffn hsdp attention profile overlap grouped kernels memory
-    ddp optimizer-sharding compile)
+    step step-dropin peers check emulate llama8b accuracy ffn hsdp attention attention-untuned
+    profile overlap grouped kernels memory ddp optimizer-sharding compile)
 failed=()
 for part in "${parts[@]}"; do
     [ -e "$out/$part.done" ] && continue

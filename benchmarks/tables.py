@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import step_tables
 from page_tables import make_table
 
 from shardwise.chaos import report as chaos
+from shardwise.lab.attention import untuned
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -141,6 +143,81 @@ def make_plain_attention_table() -> str:
     return finish(heads, lines, "attention-h200.json")
 
 
+UNTUNED = "attention-untuned-h200.json"
+
+
+def untuned_rows() -> list[dict[str, Any]]:
+    """Those that were measured; none before there is a file."""
+    if not (RESULTS / UNTUNED).exists():
+        return []
+    return [row for row in load(UNTUNED)["rows"] if row["failure"] is None]
+
+
+def not_measured() -> str:
+    command = f"shardwise bench attention --shapes untuned --json benchmarks/results/{UNTUNED}"
+    return f"Not measured yet: `{command}` on an H200 makes this.\n"
+
+
+def make_default_table() -> str:
+    """How far the default is from the fastest backend, by kind of shapes; and the worst shapes."""
+    rows = untuned_rows()
+    if not rows:
+        return not_measured()
+    lines = []
+    for group, words in (
+        ("drawn", "drawn"),
+        ("named", "named before"),
+        ("grid", "grid"),
+        ("", "all"),
+    ):
+        found = untuned.sum_up([r for r in rows if group in ("", r["shape"]["group"])])
+        if found:
+            of = [found[name] for name in untuned.PASSES]
+            pairs = ((f"{e['within']} of {e['shapes']}", f"{e['worst']:.2f}") for e in of)
+            lines.append([words, *chain.from_iterable(pairs)])
+    heads = ["shapes", "forward: within 3 %", "at worst", "both: within 3 %", "at worst"]
+    far = [
+        f"{untuned.Shape(**row['shape']).sizes} {name}, {row[name]['chosen']} for "
+        f"{row[name]['fastest']}: {row[name]['ratio']:.2f}"
+        for row in rows for name in untuned.PASSES if row[name]["ratio"] > untuned.WITHIN
+    ]  # fmt: skip
+    far += [
+        f"{untuned.Shape(**row['shape']).sizes} not measured: {row['failure']}"
+        for row in load(UNTUNED)["rows"] if row["failure"] is not None
+    ]  # fmt: skip
+    table = finish(heads, lines, UNTUNED)
+    return table + ("\nPast 3 %: " + "; ".join(far) + ".\n" if far else "")
+
+
+def make_against_cudnn_table() -> str:
+    """The kernels' own rate against cuDNN's, by width, from 2,048 tokens on, without windows."""
+    lines, ratios = [], dict[tuple[int, str], list[float]]()
+    for row in sorted(untuned_rows(), key=lambda row: (row["shape"]["dim"], row["shape"]["seq"])):
+        shape = untuned.Shape(**row["shape"])
+        rates = {name: row[name]["tflops"] for name in untuned.PASSES}
+        both_ran = all({"triton", "cudnn"} <= set(rate) for rate in rates.values())
+        if shape.dim not in untuned.GRID_WIDTHS or shape.seq < 2048 or not both_ran:
+            continue
+        heads = f"{shape.batch} x {shape.heads}"
+        heads += f" ({shape.kv_heads} kv)" if shape.kv_heads != shape.heads else ""
+        cells = [f"{shape.dim}", f"{shape.seq:,}", heads, shape.mask]
+        for name, rate in rates.items():
+            ratio = rate["triton"] / rate["cudnn"]
+            ratios.setdefault((shape.dim, name), []).append(ratio)
+            cells += [f"{rate['triton']:.0f}", f"{rate['cudnn']:.0f}", f"{ratio:.2f}"]
+        lines.append(cells)
+    if not lines:
+        return not_measured()
+    words = [
+        f"width {width} {name}: {min(found):.2f} to {max(found):.2f}"
+        for (width, name), found in ratios.items()
+    ]
+    columns = ["width", "tokens", "batch x heads", "mask", "forward", "cuDNN", "ours / cuDNN",
+               "both", "cuDNN", "ours / cuDNN"]  # fmt: skip
+    said = "The kernels' rate over cuDNN's, " + "; ".join(words) + ".\n\n"
+    return said + finish(columns, lines, UNTUNED)
+
+
 def make_of_steps(make: step_tables.Make, names: tuple[str, ...]) -> str:
     return "\n".join([*make(load, names), "", note(*names) + ".", ""])
 
@@ -160,6 +237,8 @@ TABLES = {
     "chaos": make_chaos_table,
     "attention": make_attention_table,
     "attention-head": make_one_head_table,
+    "attention-default": make_default_table,
+    "attention-against-cudnn": make_against_cudnn_table,
     "attention-plain": make_plain_attention_table,
     "attention-step": make_attention_step_table,
     **{name: partial(make_of_steps, *how) for name, how in step_tables.TABLES.items()},
@@ -169,7 +248,8 @@ PAGES = {
     "README.md": ["step-dropin", "step", "step-device"],
     "docs/benchmarks.md": ["step", "step-dropin", "step-device", "attention", "attention-plain",
                            "attention-step"],
-    "docs/attention.md": ["attention", "attention-head"],
+    "docs/attention.md": ["attention", "attention-default", "attention-against-cudnn",
+                          "attention-head"],
     "docs/emulation.md": ["emulated", "emulated-check"],
     "docs/faults.md": ["chaos"],
     "docs/profiling.md": ["profile"],

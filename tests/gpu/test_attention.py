@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from typing import Any
@@ -20,8 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.kernels.attention import backends, measured
 from shardwise.kernels.attention.backends import Request, choose
 from shardwise.kernels.attention.configs import Backward, Stash, Tiles
+from shardwise.kernels.attention.in_trace import choose_in_trace
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from tests.attention_in_float64 import error, expect, gradient_of
 
@@ -291,11 +296,103 @@ def run_public() -> str | None:
 def run_dispatch() -> str | None:
     """A window goes to a backend that has windows."""
     q = torch.empty(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
-    chosen = choose(Request.of(q, q, causal=True, masked=True))
+    chosen = choose(Request.of(q, q, q, causal=True, window=100))
     return None if chosen == "triton" else f"{chosen} was chosen for a window"
 
 
+def run_choice() -> str | None:
+    """The default times its backends once, takes one of the fastest, and is right with it; a second
+    process only reads; a captured graph, a recomputed forward and a compiled one take the same.
+    """
+    cases = (
+        (Shape(B=2, H=8, G=2, M=1024, N=1024, D=64), (False, True)),
+        (Shape(H=8, G=4, M=1280, N=1280, D=256, causal=False, transposed=True), (False, True)),
+        (Shape("fp32", H=4, G=4, M=640, N=640, D=64), (False,)),
+    )
+    with tempfile.TemporaryDirectory() as folder, own_cache(folder):
+        for shape, grads in cases:
+            for grad in grads:
+                complaint = choose_one(shape, grad)
+                if complaint is not None:
+                    return f"{shape}, with gradients {grad}: {complaint}"
+    return None
+
+
+@contextmanager
+def own_cache(folder: str) -> Iterator[None]:
+    """A cache folder of its own, and no choice of this process so far."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = folder
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+        if before is None:
+            del os.environ["XDG_CACHE_HOME"]
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
+
+
+def forget() -> None:
+    for kept in (measured._decided, measured._timed, backends._chosen):
+        kept.clear()
+
+
+def choose_one(shape: Shape, grad: bool) -> str | None:
+    (q, k, v, do), _ = make_inputs(shape, 3)
+    for x in (q, k, v):
+        x.requires_grad_(grad)
+    state = torch.cuda.get_rng_state()
+
+    def call(*inputs: Tensor) -> Tensor:
+        return attention(*inputs, causal=shape.causal)
+
+    began = time.monotonic()
+    o = call(q, k, v)
+    torch.cuda.synchronize()
+    took = time.monotonic() - began
+    request = Request.of(q, k, v, shape.causal)
+    chosen, names = choose(request, plain=True), backends.rank(request)
+    times = measured._timed.get(measured._sign(request))
+    if times is None or chosen not in times:
+        return f"{chosen} was taken without a trial: {times}"
+    if times[chosen] > measured.CLOSE * min(times.values()):
+        return f"{chosen} was taken, of {times}"
+    if set(names) != set(times):
+        return f"of {names} only these could be timed: {times}"
+    if not torch.equal(state, torch.cuda.get_rng_state()):
+        return "the trial drew random numbers of the program's"
+    wanted = expected(shape, [x.detach() for x in (q, k, v, do)], None)
+    got = [o.detach(), *(torch.autograd.grad(o, (q, k, v), do) if grad else ())]
+    errors = [error(a, b) for a, b in zip(got, [wanted[0], *wanted[2:]], strict=False)]
+    if not all(e <= BOUNDS[shape.kind] for e in errors):
+        return f"{chosen}: errors of o, dq, dk, dv: {errors}"
+    forget()  # as in a new process, which must find what this one kept
+    if choose(request, plain=True) != chosen or measured._timed:
+        return f"a second process would not take {chosen} at once"
+    if not grad:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call(q, k, v)
+        graph.replay()
+        torch.cuda.synchronize()
+        return None if torch.equal(captured, o) else "a captured call gave other bits"
+    again = checkpoint(call, q, k, v, use_reentrant=False)
+    torch.autograd.grad(again, (q, k, v), do)
+    if not torch.equal(again, o):
+        return f"a checkpointed call gave other bits than {chosen}"
+    if choose_in_trace(request) != chosen:
+        return f"a trace would take {choose_in_trace(request)}, not {chosen}"
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    if not error(compiled.detach(), wanted[0]) <= BOUNDS[shape.kind]:
+        return f"compiled, {chosen} is off by {error(compiled.detach(), wanted[0])}"
+    print(f"    {shape.H} x {shape.M} x {shape.D}: {chosen} of {times} ms, first call {took:.1f} s")
+    return None
+
+
 JOBS: dict[str, tuple[Any, ...]] = {
+    "choice": (run_choice,),
     **{name: (run_case, name) for name in CASES},
     "long-bf16": (run_long, torch.bfloat16, 65536),
     "long-bf16-131072": (run_long, torch.bfloat16, 131072),

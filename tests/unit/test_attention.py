@@ -379,11 +379,13 @@ def request(**changes: Any) -> Request:
     facts: dict[str, Any] = {
         "device": torch.device("cuda"),
         "dtype": torch.bfloat16,
+        "batch": 2,
+        "heads": 8,
+        "kv_heads": 8,
         "width": 128,
         "queries": 4096,
         "keys": 4096,
         "causal": True,
-        "masked": False,
     }
     return Request(**facts | changes)
 
@@ -398,21 +400,21 @@ def test_dispatch_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(request()) == "cudnn"
     assert choose(request(width=200)) == "flash"  # too wide for cudnn
     assert choose(request(keys=512, queries=512)) == "flash"  # no row
-    assert choose(request(masked=True)) == "triton"
+    assert choose(request(window=9)) == "triton"
     assert choose(request(lse=True)) == "triton"
     assert choose(request(lse=True, width=512)) == "reference"
     assert choose(request(lse=True, device=torch.device("cpu"))) == "reference"
     assert choose(request(keys=8192)) == "triton"  # unequal lengths under a causal mask
-    assert choose(request(dtype=torch.float64, width=512, masked=True)) == "math"
+    assert choose(request(dtype=torch.float64, width=512, segments=True)) == "math"
     assert choose(request(device=torch.device("cpu"))) == "sdpa"
-    assert choose(request(device=torch.device("cpu"), masked=True)) == "math"
+    assert choose(request(device=torch.device("cpu"), segments=True)) == "math"
     torch.use_deterministic_algorithms(True)
     try:
         assert choose(request()) == "triton"
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(backends, "HAS_TRITON", False)
-    assert choose(request(masked=True)) == "math"
+    assert choose(request(window=9)) == "math"
     with pytest.raises(ValueError, match="Triton is not installed"):
         choose(request(), "triton")
 

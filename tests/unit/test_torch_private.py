@@ -30,11 +30,13 @@ from shardwise.engine.torch_private import FSDPState
 
 SRC = Path(shardwise.__file__).parent
 
-# Where private names may stand: `description` lies below `engine`, and graphs have their own.
+# Where private names may stand: `description` and `kernels` lie below `engine`, and graphs have
+# their own.
 ALLOWED = {
     "engine/torch_private.py",
     "description/tracing/torch_private.py",
     "graph/torch_private.py",
+    "kernels/torch_private.py",
 }
 
 # Classes in the place of torch's: they answer to the private names that torch calls.

@@ -1,4 +1,5 @@
-"""Which implementation of attention runs: a small measured table, and a way to force one.
+"""Which implementation of attention runs: what this shape's own trial says (`measured`), else a
+small table; and a way to force one.
 
 triton     the kernels of this package: every mask, deterministic
 flash      torch's FlashAttention-2
@@ -17,13 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardwise.kernels.attention import measured
 from shardwise.kernels.attention.mask import Mask, visible_pairs
 
 BACKENDS = ("triton", "flash", "cudnn", "efficient", "math", "sdpa", "reference")
@@ -37,7 +39,10 @@ SDPA = {
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as Python, on CPU tensors
 
+MOST_CHOSEN = 4096
+
 _forced: str | None = None
+_chosen: dict[Request, str] = {}
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,12 @@ class Preference:
 
 # Measured on an H200 (torch 2.11, causal, forward + backward, 1 and 16 heads): benchmarks/results,
 # attention-h200.json, and attention-step-h200.json for width 64 at 1,024 to 16,384 keys. Bounds lie
-# between two lengths measured.
+# between two lengths measured. Only widths 64 and 128 have kernels for Hopper: with 8 heads of
+# 16,384 tokens of width 96 cuDNN has 1.3 times their rate, with 16 of 8,192 of width 256 1.9 times.
 HOPPER: tuple[Preference, ...] = (
-    Preference(bits=16, min_width=65, min_keys=24576, order=("cudnn", "triton", "flash")),
-    Preference(bits=16, min_width=65, min_keys=2048, order=("triton", "cudnn", "flash")),
+    Preference(bits=16, min_width=129, min_keys=2048, order=("cudnn", "triton", "flash")),
+    Preference(bits=16, min_width=128, min_keys=24576, order=("cudnn", "triton", "flash")),
+    Preference(bits=16, min_width=128, min_keys=2048, order=("triton", "cudnn", "flash")),
     Preference(bits=16, min_width=33, min_keys=2048, order=("cudnn", "triton", "flash")),
     Preference(bits=16, min_width=1, min_keys=2048, order=("triton", "cudnn", "flash")),
     Preference(bits=16, min_width=33, min_keys=1024, order=("triton", "cudnn", "flash")),
@@ -64,26 +71,51 @@ HOPPER: tuple[Preference, ...] = (
     Preference(bits=32, min_width=1, min_keys=0, order=("efficient", "triton")),
 )
 TABLES = {(9, 0): HOPPER}  # by compute capability
-UNMEASURED = ("flash", "efficient", "triton", "math")
+UNMEASURED = ("flash", "efficient", "triton", "cudnn")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What the choice depends on."""
 
     device: torch.device
     dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
     width: int
     queries: int
     keys: int
     causal: bool
-    masked: bool  # a window or segments
+    window: int | None = None
+    segments: bool = False
+    precision: str = "fp32"
     lse: bool = False  # wanted, not only o
+    grad: bool = False  # wanted of q, k or v
+    transposed: bool = False  # (batch, seq, heads, dim) in memory
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, causal: bool, masked: bool, lse: bool = False) -> Request:
-        sizes = (q.shape[-1], q.shape[-2], k.shape[-2])
-        return cls(q.device, q.dtype, *sizes, causal, masked, lse)
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        window: int | None = None,
+        segments: bool = False,
+        precision: str = "fp32",
+        lse: bool = False,
+    ) -> Request:
+        heads = (q.shape[1], k.shape[1]) if q.dim() == 4 else (1, 1)
+        sizes = (q.shape[0], *heads, q.shape[-1], q.shape[-2], k.shape[-2])
+        differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+        grad = differentiable and torch.is_grad_enabled()
+        transposed = q.dim() == 4 and q.stride(1) < q.stride(2)
+        mask = (causal, window, segments)
+        return cls(q.device, q.dtype, *sizes, *mask, precision, lse, grad, transposed)
+
+    @property
+    def masked(self) -> bool:
+        return self.window is not None or self.segments
 
 
 @contextmanager
@@ -98,9 +130,10 @@ def forced(backend: str) -> Iterator[None]:
         _forced = before
 
 
-def choose(request: Request, backend: str | None = None) -> str:
-    """The forced backend, or else the first in order of speed that can serve.
+def choose(request: Request, backend: str | None = None, plain: bool = False) -> str:
+    """The forced backend, or else the fastest that can serve: as measured, or by the table.
 
+    `plain`: the call's tensors are torch's own, so that a trial of it tells something.
     Raises ValueError with the reason if a forced one cannot.
     """
     backend = backend or _forced
@@ -114,13 +147,28 @@ def choose(request: Request, backend: str | None = None) -> str:
         return "reference" if _refusal("triton", request) else "triton"
     if request.device.type != "cuda":
         return "math" if request.masked else "sdpa"
-    # Of torch's backends these may sum gradients in an order that changes from run to run.
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    unsteady = ("flash", "cudnn", "efficient") if deterministic else ()
-    for name in _ranking(request):
-        if name not in unsteady and _refusal(name, request) is None:
-            return name
-    return "math"
+    if torch.are_deterministic_algorithms_enabled():
+        # Torch's fast backends may sum gradients in an order that changes from run to run.
+        return "math" if _refusal("triton", request) else "triton"
+    if torch.compiler.is_compiling():
+        from shardwise.kernels.attention.in_trace import choose_in_trace
+
+        return choose_in_trace(request)
+    if not plain:
+        return rank(request)[0]
+    chosen = _chosen.get(request)
+    if chosen is None:
+        if len(_chosen) >= MOST_CHOSEN:  # shapes that never come back
+            _chosen.clear()
+        chosen = _chosen[request] = measured.decide(request, rank(request))
+    return chosen
+
+
+def rank(request: Request) -> list[str]:
+    """All that can serve, the fastest first by the table of this GPU; `math` only if no other."""
+    names = (*_preferred(request), *UNMEASURED)
+    fit = [name for name in dict.fromkeys(names) if _refusal(name, request) is None]
+    return fit or ["math"]
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -143,7 +191,7 @@ def run_torch(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tens
         seen = visible_pairs(m, n, mask)
         seen = seen.squeeze(1) if seen.dim() == 5 else seen
     grouped = q.shape[1] != k.shape[1]
-    if grouped and backend in ("cudnn", "efficient"):  # they want a key head per query head
+    if grouped and backend == "efficient":  # it wants a key head per query head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     options: dict[str, Any] = {
@@ -158,8 +206,8 @@ def run_torch(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tens
         return functional.scaled_dot_product_attention(q, k, v, **options)
 
 
-def _ranking(request: Request) -> tuple[str, ...]:
-    """All that may serve, fastest first, by the table of this GPU."""
+def _preferred(request: Request) -> tuple[str, ...]:
+    """The table's order for this shape; nothing for a GPU that nobody has measured."""
     table = HOPPER  # a trace cannot ask for the GPU; a wrong guess costs time only
     if not torch.compiler.is_compiling():
         table = TABLES.get(capability(request.device), ())
@@ -169,14 +217,14 @@ def _ranking(request: Request) -> tuple[str, ...]:
             and preference.min_width <= request.width
             and preference.min_keys <= request.keys
         ):
-            return (*preference.order, *UNMEASURED)
-    return UNMEASURED
+            return preference.order
+    return ()
 
 
 @lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """(9, 0) for Hopper; (0, 0) off CUDA, where kernels are interpreted or only compiled."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.get_device_capability(device)
 
@@ -203,10 +251,18 @@ def _refusal(backend: str, request: Request) -> str | None:
         return f"its causal mask needs equal lengths, got {request.queries} and {request.keys}"
     if backend in ("flash", "cudnn") and request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bf16 and fp16, got {request.dtype}"
-    widest = 128 if backend == "cudnn" else MAX_WIDTH
+    widest = _widest_of_cudnn(request.device) if backend == "cudnn" else MAX_WIDTH
     if backend in ("flash", "cudnn") and (request.width > widest or request.width % 8):
         return f"it takes head widths up to {widest} in multiples of 8, got {request.width}"
     return None
+
+
+def _widest_of_cudnn(device: torch.device) -> int:
+    """As torch has it; in a trace, which cannot ask for the GPU, what all take."""
+    if torch.compiler.is_compiling():
+        return 128
+    new = (torch.backends.cudnn.version() or 0) >= 91000
+    return 256 if new and capability(device) == (9, 0) else 128
 
 
 def _check_name(backend: str) -> None:

@@ -1,9 +1,9 @@
 """Attention: `attention(q, k, v, causal=...)`, and `FlashAttention.apply` underneath.
 
-`attention` checks its inputs, asks `backends` which backend is fastest for them, and
-calls that. The Triton backend is `FlashAttention` around the custom ops of `ops`:
-torch.compile sees one node, and autograd keeps q, k, v, o and the log-sum-exp, nothing of size
-queries x keys. `attention(..., return_lse=True)` returns `(o, lse)`.
+`attention` checks its inputs, asks `backends` which backend is fastest for them, and calls that
+(the first call of a shape on a GPU times them: `measured`). The Triton backend is `FlashAttention`
+around the custom ops of `ops`: torch.compile sees one node, and autograd keeps q, k, v, o and the
+log-sum-exp, nothing of size queries x keys. `attention(..., return_lse=True)` returns `(o, lse)`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shardwise.kernels.attention.mask import Mask
 from shardwise.kernels.attention.ops import run_backward, run_forward
 
 PRECISIONS = ("fp32", "tf32")
+PLAIN = (Tensor, torch.nn.Parameter)
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
 
@@ -82,7 +83,7 @@ def attention(
     segment_ids  integers (batch, seq), or a pair for queries and keys: equal ids see each other
     precision    for fp32 inputs: "fp32", or "tf32" for faster products of 10 bits; default: what
                  torch.backends.cuda.matmul.allow_tf32 says
-    backend      force one of `backends.BACKENDS`; default: the fastest by its table
+    backend      force one of `backends.BACKENDS`; default: the fastest for this shape
     return_lse   return (o, lse): lse is the natural log of each query's sum of exp(score), in fp32,
                  (batch, heads, queries), or (batch, queries) for inputs without heads, and can be
                  differentiated. The backends "triton" and "reference" have it
@@ -105,8 +106,10 @@ def attention(
     if 0 in q.shape or 0 in k.shape:
         o = q * 0  # no query, or no key to see; stays in the graph
         return (o, o.sum(-1, dtype=torch.float32) - math.inf) if return_lse else o
-    masked = window is not None or q_ids is not None
-    chosen = backends.choose(backends.Request.of(q, k, causal, masked, return_lse), backend)
+    if window is not None and window >= max(q.shape[-2], k.shape[-2]):
+        window = None  # it holds every pair
+    request = backends.Request.of(q, k, v, causal, window, q_ids is not None, precision, return_lse)
+    chosen = backends.choose(request, backend, plain=type(q) in PLAIN)
     mask = Mask(causal, scale, window, q_ids, k_ids)
     if chosen in ("triton", "reference"):
         return FlashAttention.apply(q, k, v, *mask, precision, chosen == "triton", return_lse)

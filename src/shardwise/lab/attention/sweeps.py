@@ -25,11 +25,12 @@ from shardwise.description.language_model import attend_plainly
 from shardwise.errors import UserError
 from shardwise.kernels.attention.interface import FlashAttention, attention
 from shardwise.kernels.attention.reference import plain_attention
+from shardwise.lab.attention import untuned
 from shardwise.lab.attention.seed import TABLE_7, numbers, tables_4_and_5
 from shardwise.lab.exercises.models import one_thread
 from shardwise.lab.pictures import draw_attention
 from shardwise.lab.processes import explain_failure
-from shardwise.lab.rows import RowFile, only_draw, say
+from shardwise.lab.rows import RowFile, only_draw, read_rows, say
 from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import no_garbage_collection, timer_on, version_of
 
@@ -253,7 +254,10 @@ SWEEPS = {
 
 
 def show(rows: list[Row], facts: dict[str, Any]) -> None:
-    """Times and rates of each sweep and dtype."""
+    """Times and rates of each sweep and dtype; or those of the untuned shapes."""
+    if rows and "shape" in rows[0]:
+        untuned.show(rows, facts)
+        return
     environment = facts["environment"]
     left = ("tokens", "width", "backend")
     for sweep, kind in dict.fromkeys((r["case"]["sweep"], r["case"]["kind"]) for r in rows):
@@ -281,8 +285,23 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
         print_table(f"{title}: both passes", heads, rates, environment, left, width=80)
 
 
+def check_kind(arguments: argparse.Namespace) -> None:
+    """A file that goes on has rows of these shapes, and not of the others."""
+    known = read_rows(arguments.json) if arguments.resume else []
+    other = "case" if arguments.shapes == "untuned" else "shape"
+    if any(other in row for row in known):
+        raise UserError(
+            f"--resume {arguments.json}: its rows are not of --shapes {arguments.shapes}: name "
+            "another file"
+        )
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure row by row, write the JSON after each, draw the plot, print the tables."""
+    check_kind(arguments)
+    if arguments.shapes == "untuned":
+        untuned.run(arguments)
+        return
     if only_draw(arguments, draw_attention):
         return
     if not torch.cuda.is_available() and not arguments.quick:

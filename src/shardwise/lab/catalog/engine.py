@@ -135,6 +135,15 @@ ATTENTION = Benchmark(
     (
         *ROWS,
         list_names("--sweeps", "sweep", ("heads", "table7", "tables45")),
+        Option(
+            "--shapes",
+            {
+                "choices": ["sweeps", "untuned"],
+                "default": "sweeps",
+                "help": "those of --sweeps, or drawn ones that no table was made for; "
+                "default: %(default)s",
+            },
+        ),
     ),
     """\
 sweeps:
@@ -144,7 +153,12 @@ sweeps:
 
 The tables are those of the document that this project started from; its figures stand beside.
 
+--shapes untuned: 60 shapes, bf16, of batch 1 to 32, 8 to 64 heads in groups of 1 to 8, widths 32 to
+256 and 512 to 65,536 tokens, causal or not, with windows and segments, drawn by a seeded generator:
+what the default takes, against every backend that can, in turn.
+
 examples:
+  shardwise bench attention --shapes untuned --json attention-untuned.json
   shardwise bench attention --json attention.json --plot attention.svg
   shardwise bench attention --sweeps heads --budget 60 --json attention.json --resume
 """,
