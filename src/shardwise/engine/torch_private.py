@@ -90,6 +90,10 @@ def reduce_scatter(
     return getattr(dist, REDUCE_SCATTER)(output, input, group=group, async_op=True)
 
 
+def all_to_all(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
+    return dist.all_to_all_single(output, input, group=group, async_op=True)
+
+
 class _Scattered:
     """An all-reduce under way, of which a part is wanted."""
 

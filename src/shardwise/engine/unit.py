@@ -400,9 +400,9 @@ class Unit(ScheduledUnit):
         for shown, trains in zip(p.shown, trainable, strict=True):
             shown.requires_grad_(trains)
         trained = [i for i, trains in enumerate(trainable) if trains]
-        reduce_dtype = self.options.dtypes(p.dtype)[1]
+        dtypes = self.options.dtypes(p.dtype)[1], self.options.sums_in(p.dtype)
         take = self._take("slot", SCATTERS)
-        self.gradients = Gradients(p, trained, reduce_dtype, take) if trained else None
+        self.gradients = Gradients(p, trained, *dtypes, take) if trained else None
         self.gradient_count, self.trains_all = len(trained), all(trainable)
         return True
 

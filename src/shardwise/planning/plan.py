@@ -25,6 +25,9 @@ from shardwise.schedule.policy import Policy, UnitPolicy
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 
+SUMS = ("float32",)  # wider than what travels, and exact enough for sums over thousands of ranks
+
+
 def find_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
@@ -34,6 +37,12 @@ def cast_dtypes(
 ) -> tuple[torch.dtype, torch.dtype]:
     """What parameters of the dtype `own` are computed and reduced in. Integers are never cast."""
     return (compute or own, reduce or own) if own.is_floating_point else (own, own)
+
+
+def sums_in(travels: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """What gradients are added in: as they travel, or as asked where that is wider."""
+    wider = asked is not None and travels.is_floating_point and travels.itemsize < asked.itemsize
+    return cast(torch.dtype, asked) if wider else travels
 
 
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
@@ -59,6 +68,8 @@ class Plan:
 
     compute_dtype: str | None = None  # None: the parameters' own
     reduce_dtype: str | None = None  # None: the parameters' own
+    # None: as they travel; float32: gradients that travel as 16 bits are added in 32
+    sum_dtype: str | None = None
     output_dtype: str | None = None  # None: leave the model's output alone
 
     reduce: str = "bucketed"  # ddp only: naive, flat, overlap, bucketed
@@ -98,6 +109,7 @@ class Plan:
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, field) is not None:
                 self._check_choice(field, tuple(DTYPES))
+        self._check_sum()
         for field, least in (
             ("forward_prefetch", 0),
             ("backward_prefetch", 0),
@@ -132,6 +144,17 @@ class Plan:
         value = getattr(self, field)
         if value not in choices:
             raise ValueError(f"Plan.{field} is {value!r}{nearest(str(value), choices)}")
+
+    def _check_sum(self) -> None:
+        if self.sum_dtype is None:
+            return
+        self._check_choice("sum_dtype", SUMS)
+        if self.reduce_dtype in ("float32", "float64"):
+            raise ValueError(
+                f"Plan.sum_dtype={self.sum_dtype!r} is for gradients that travel as 16 bits, but "
+                f"reduce_dtype is {self.reduce_dtype!r}; set reduce_dtype='bfloat16', or leave "
+                "sum_dtype out"
+            )
 
     def _check_whole(self) -> None:
         if isinstance(self.whole, list):
@@ -194,6 +217,7 @@ class Plan:
         bucket_bytes: units smaller than this are merged (by default the strategy's own size).
         compute_dtype: of gathered parameters, and so of compute (the parameters' own).
         reduce_dtype: of gradients while they are reduced (the parameters' own).
+        sum_dtype: "float32": gradients that travel as 16 bits are added in 32 (as they travel).
         output_dtype: of the model's output (left alone).
         reduce: ddp only, how gradients are grouped: naive, flat, overlap, bucketed.
         sync: when gradients are reduced over micro-batches: each; scatter_each_reduce_last, where
@@ -218,7 +242,7 @@ class Plan:
         for key in settings:
             if key not in known:
                 raise ValueError(f"Plan has no setting {key!r}{nearest(key, sorted(known))}")
-        for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
+        for field in ("compute_dtype", "reduce_dtype", "sum_dtype", "output_dtype"):
             if isinstance(settings.get(field), torch.dtype):
                 settings[field] = dtype_name(settings[field])
         if isinstance(settings.get("whole"), str):
@@ -291,6 +315,10 @@ class Plan:
         master = getattr(torch, own)
         compute, reduce = find_dtype(self.compute_dtype), find_dtype(self.reduce_dtype)
         return master, *cast_dtypes(master, compute, reduce)
+
+    def sum_dtype_of(self, own: str) -> torch.dtype:
+        """What the gradients of such parameters are added in."""
+        return sums_in(self.dtypes(own)[2], find_dtype(self.sum_dtype))
 
     def resolve(self, model: nn.Module) -> Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan

@@ -21,6 +21,7 @@ class Settings(TypedDict, total=False):
     bucket_bytes: int | None
     compute_dtype: str | torch.dtype | None
     reduce_dtype: str | torch.dtype | None
+    sum_dtype: str | torch.dtype | None
     output_dtype: str | torch.dtype | None
     reduce: str
     sync: str
