@@ -32,6 +32,7 @@ PLANS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "zero2, sums, last": (
         "zero2", 2, {"reduce_dtype": "bfloat16", "sum_dtype": "float32", "sync": "last"},
     ),
+    "zero3, codes": ("zero3", 2, {"gather_dtype": "int8", "compute_dtype": "bfloat16"}),
     "ddp, sums": ("ddp", 2, {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}),
 }  # fmt: skip
 KINDS = ("plain", "checkpointed", "tied", "frozen", "unused")

@@ -198,6 +198,8 @@ def cases_of(name: str, world: int) -> list[ProofCase]:
             }  # fmt: skip
             if len(cases) % 3 == 1:
                 settings |= {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}
+            if len(keeps) > 1 and len(cases) % 4 == 1:
+                settings["gather_dtype"] = "int8"
             cases.append(ProofCase(name, kind, each, tuple(settings.items())))
     return cases
 

@@ -27,6 +27,7 @@ class Options(UnitPolicy):
     reduce_dtype: torch.dtype | None = None  # None: the parameters' own
     sum_dtype: torch.dtype | None = None  # None: the reduce dtype
     gather: str = "auto"
+    gather_dtype: torch.dtype | None = None  # None: the compute dtype; else codes in blocks
     precision: Any = None  # handed to parameters that bring their own all-gather
     plain: bool = False  # users see plain tensors (ddp)
     offload: Offload | None = None
@@ -102,6 +103,7 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
             reduce_dtype=find_dtype(plan.reduce_dtype),
             sum_dtype=find_dtype(plan.sum_dtype),
             gather=plan.gather,
+            gather_dtype=None if plan.gather_dtype is None else getattr(torch, plan.gather_dtype),
             plain=plan.strategy.state == "replicate",
         )
         unit = Unit(

@@ -243,7 +243,8 @@ class TensorExecutor:
                 slot, buffer = own.pack(found), own.buffer
             else:
                 into = gradients.sums if into_sums else None
-                numel, dtype = gradients.shard_numel * unit.shard_ranks, gradients.slot_dtype(passes)
+                numel = gradients.shard_numel * unit.shard_ranks
+                dtype = gradients.slot_dtype(passes)
                 if custom is not None and unit.shard_ranks > 1:
                     into = allocate(custom, numel, dtype, unit.mesh.device)
                 elif into is None and self.arena is not None and not gradients.fills_early:

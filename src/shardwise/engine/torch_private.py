@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.util
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +104,14 @@ class _Scattered:
     def wait(self) -> None:
         self._work.wait()
         self._output.copy_(self._own.view_as(self._output))
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be built here that convert to 8-bit floats, as GPUs do from 8.9 on."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def is_recording(rehearsed: bool = False) -> bool:

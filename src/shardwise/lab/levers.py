@@ -38,15 +38,19 @@ from shardwise.trainer.data import Corpus, open_corpus
 
 PLAIN: dict[str, Any] = {"compute_dtype": "bfloat16", "reduce_dtype": "float32"}
 _SUMS: dict[str, Any] = {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}
-# A host's 16-bit products take many times as long as its 32-bit ones, and would hide what the levers
-# round: the runs that learn compute in 32.
+# A host's 16-bit products take many times as long as its 32-bit ones, and would hide what a lever
+# rounds: the runs that learn compute in 32.
 LEARNING = {**PLAIN, "compute_dtype": "float32"}
 # Beside the plain settings.
 LEVERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "16-bit sums": {"reduce_dtype": "bfloat16"},  # added in 16 bits, too: the backend's own way
     "32-bit sums of 16": _SUMS,
+    "fp8 gathers": {"gather_dtype": "float8_e4m3fn"},
+    "int8 gathers": {"gather_dtype": "int8"},
     "all kept": {"keep_after_forward": True},
+    "sums and fp8": {**_SUMS, "gather_dtype": "float8_e4m3fn"},
+    "sums, fp8, kept": {**_SUMS, "gather_dtype": "float8_e4m3fn", "keep_after_forward": True},
 }
 RANKS, BATCH, LENGTH, RATE = 2, 8, 64, 3e-3  # of the runs that learn
 SMOOTHED = 10  # steps that a point of a curve is the mean of
@@ -90,7 +94,7 @@ def count_bytes(name: str) -> Row:
 
 
 def learn(names: list[str], seeds: int, steps: int) -> dict[str, Row]:
-    """For each lever the losses of each seed, the mean over ranks, and the bytes that a step sent."""
+    """For each lever the losses of each seed, the mean over ranks, and the bytes of a step."""
     found = ask_ranks(train_all, names, seeds, steps, world=RANKS)
     settings = f"zero3 on {RANKS} gloo ranks, {BATCH} x {LENGTH} tokens each, AdamW {RATE}"
     told = {"model": small_size().describe(), "settings": settings}
@@ -151,14 +155,17 @@ def smooth(losses: Sequence[float]) -> list[tuple[float, float]]:
 def mean_curve(row: Row) -> list[tuple[float, float]]:
     """Over the seeds."""
     each = [smooth(losses) for losses in row["curves"]]
-    return [(points[0][0], statistics.fmean(p[1] for p in points)) for points in zip(*each)]
+    return [
+        (points[0][0], statistics.fmean(p[1] for p in points)) for points in zip(*each, strict=True)
+    ]
 
 
 def compare_curve(row: Row, plain: Row) -> dict[str, Any]:
     """Where a lever's mean curve lies: its end, the plain one's with what the seeds span there,
     and how far it leaves that span at worst (0: it is inside).
     """
-    spans = [[p[1] for p in points] for points in zip(*map(smooth, plain["curves"]))]
+    each = map(smooth, plain["curves"])
+    spans = [[p[1] for p in points] for points in zip(*each, strict=True)]
     mine = [value for _, value in mean_curve(row)]
     outside = [
         max(0.0, value - max(span), min(span) - value)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardwise.description.parameters import UnitSpec
+from shardwise.planning.blocks import Message
 from shardwise.planning.rows import lay_out
 from shardwise.planning.strategies import choose_gather
 from shardwise.schedule.arena import Key, Lives
@@ -33,6 +34,7 @@ class UnitBytes:
     master: int  # this rank's rows, original dtype
     full: int  # the gathered unit, compute dtype
     parts: tuple[int, ...]  # of it, each parameter that is not empty
+    message: int  # one rank's rows as codes and scales, where they travel so; else 0
     gradient: int  # this rank's rows of the trainable parameters, original dtype, and the counts
     slot: int  # all gradients of the unit as they travel, and the counts: the reduce's input
     held_slot: int  # the same in the dtype they are added in
@@ -58,7 +60,8 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
     shapes = tuple(p.shape for p in unit.parameters)
     trained = tuple(p.shape for p in unit.parameters if p.trainable)
     added = plan.sum_dtype_of(unit.parameters[0].dtype).itemsize
-    return _sizes(shapes, trained, plan.axes_of(unit)[1], dtypes, added, plan.world > 1)
+    ranks, coded = plan.axes_of(unit)[1], plan.gather_dtype is not None
+    return _sizes(shapes, trained, ranks, dtypes, added, coded, plan.world > 1)
 
 
 @functools.lru_cache(maxsize=1024)  # blocks are alike, and a search asks for them again and again
@@ -68,16 +71,21 @@ def _sizes(
     ranks: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     sum_size: int,
+    coded: bool,
     counts: bool,
 ) -> UnitBytes:
     own, compute, reduce = dtypes
     everything, trained = lay_out(shapes, ranks), lay_out(trained_shapes, ranks)
     reduced = trained.shard_numel + (trained.counts if counts else 0)
     parts = [rows.part * ranks * compute.itemsize for rows in everything.rows if rows.part]
+    message = 0
+    if coded and ranks > 1 and compute.is_floating_point:
+        message = Message(everything, compute.itemsize).nbytes
     return UnitBytes(
         master=everything.shard_numel * own.itemsize,
         full=everything.full_numel * compute.itemsize,
         parts=tuple(parts),
+        message=message,
         gradient=reduced * own.itemsize,
         slot=reduced * ranks * reduce.itemsize,
         held_slot=reduced * ranks * sum_size,
@@ -200,6 +208,8 @@ class PlannedExecutor:
     def gather(self, unit: PlannedUnit) -> None:
         listener, sizes, ranks = self.listener, unit.sizes, unit.shard_ranks
         mode = choose_gather(self.plan.gather, len(sizes.parts), sizes.full, self.ordered)
+        coded = sizes.message > 0 and not unit.piece
+        mode = "packed" if coded else mode
         stages = mode == "packed" and ranks > 1
         listener.engine_work("gather" if ranks > 1 else "cast", unit.name)
         if self.ordered or not stages:
@@ -209,15 +219,17 @@ class PlannedExecutor:
             moved = sizes.master + sizes.full
             unit.arrives = listener.copy("cast", unit.name, "gather", moved, before)
             return
-        staging = sizes.full if stages else 0
+        message = sizes.message * ranks if coded else sizes.full
+        staging = message if stages else 0
         listener.hold("temporary", staging)
         if staging:
             self._borrow(unit, "staging", staging, "gather")
-        if unit.casts and not unit.piece:
-            moved = sizes.master + sizes.full // ranks
-            before = (listener.copy("cast", unit.name, "gather", moved, before),)
+        if (unit.casts or coded) and not unit.piece:
+            moved = sizes.master + message // ranks
+            name = "quantise" if coded else "cast"
+            before = (listener.copy(name, unit.name, "gather", moved, before),)
         axis, group = ("keep", unit.piece_ranks) if unit.piece else ("shard", ranks)
-        for nbytes in sizes.parts if mode == "each" else (sizes.full,):
+        for nbytes in sizes.parts if mode == "each" else (message,):
             unit.arrives = listener.collective(
                 "all_gather", unit.name, axis, nbytes, group, before, nbytes
             )
@@ -225,7 +237,8 @@ class PlannedExecutor:
             unit.staged = staging
         elif stages:
             done = (unit.arrives,)
-            unit.arrives = listener.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
+            moved = staging + sizes.full
+            unit.arrives = listener.copy("copy-out", unit.name, "gather", moved, done)
             listener.hold("temporary", -staging)
             self._return(unit, "staging")
 
@@ -235,7 +248,7 @@ class PlannedExecutor:
         unit.arrives = -1
         if unit.staged:
             self._allocate(unit)
-            listener.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
+            listener.copy("copy-out", unit.name, COMPUTE, unit.staged + unit.sizes.full)
             listener.hold("temporary", -unit.staged)
             self._return(unit, "staging")
             unit.staged = 0

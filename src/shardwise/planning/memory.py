@@ -188,6 +188,7 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         f"  {count:,} parameters in {len(plan.units)} units; kept as {_name(own)}, computed in "
         f"{_name(compute)}, reduced in {_name(reduce)}"
         + (f", added in {plan.sum_dtype}" if plan.sum_dtype else "")
+        + (f", gathered as {plan.gather_dtype}" if plan.gather_dtype else "")
     )
     kept_whole = [p for unit in plan.units if unit.whole for p in unit.parameters]
     if kept_whole:

@@ -17,6 +17,7 @@ from shardwise.checked import Reader, keys_of
 from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name
 from shardwise.errors import nearest
 from shardwise.planning import memory
+from shardwise.planning.blocks import CODES
 from shardwise.planning.settings import Settings, parse_mesh
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
 from shardwise.planning.units import BUCKET_BYTES, MIB, Cut, Whole, cut_buckets, cut_units
@@ -86,6 +87,10 @@ class Plan:
         "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
     )
 
+    # None: full parameters travel as they are computed with; a dtype of 8 bits: as codes in blocks
+    # with a scale each
+    gather_dtype: str | None = None
+
     memory: str = "allocator"  # of what a step takes: torch's allocator, or one "arena"
 
     # Parameters that every rank keeps whole, with their gradients and optimizer state: those with a
@@ -139,6 +144,7 @@ class Plan:
             )
         self._check_mesh()
         self._check_keep()
+        self._check_gather()
 
     def _check_choice(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)
@@ -200,6 +206,21 @@ class Plan:
                 f"the shard axis of {self.shard} (more than 1, less than {self.shard})"
             )
 
+    def _check_gather(self) -> None:
+        if self.gather_dtype is None:
+            return
+        self._check_choice("gather_dtype", tuple(CODES))
+        if self.strategy.parameters != "shard":
+            raise ValueError(
+                f"Plan.gather_dtype={self.gather_dtype!r} is for parameters that are gathered "
+                f"in every pass; {self.title} keeps them whole: use zero3, or leave it out"
+            )
+        if self.gather not in ("auto", "packed"):
+            raise ValueError(
+                f"Plan.gather={self.gather!r} with gather_dtype={self.gather_dtype!r}: codes "
+                "are always packed; leave gather out"
+            )
+
     @classmethod
     def of(
         cls,
@@ -234,6 +255,8 @@ class Plan:
             half as many rows as there are ranks: cut, they would be mostly padding.
         memory: of full parameters, staging and reduces: from torch's "allocator", or one "arena"
             laid out after the second step.
+        gather_dtype: "float8_e4m3fn" or "int8": full parameters of two dims and more travel as 8
+            bits, in blocks with a scale each (zero3; the master stays as it is).
         gather: packed, grouped, each; auto is what measured best for the backend and the sizes.
         """
         settings = cast(dict[str, Any], given)
@@ -242,7 +265,7 @@ class Plan:
         for key in settings:
             if key not in known:
                 raise ValueError(f"Plan has no setting {key!r}{nearest(key, sorted(known))}")
-        for field in ("compute_dtype", "reduce_dtype", "sum_dtype", "output_dtype"):
+        for field in ("compute_dtype", "reduce_dtype", "sum_dtype", "output_dtype", "gather_dtype"):
             if isinstance(settings.get(field), torch.dtype):
                 settings[field] = dtype_name(settings[field])
         if isinstance(settings.get("whole"), str):

@@ -34,6 +34,7 @@ class Settings(TypedDict, total=False):
     whole: str | Sequence[str]
     whole_below: int | None
     gather: str
+    gather_dtype: str | torch.dtype | None
     memory: str
 
 
