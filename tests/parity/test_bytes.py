@@ -160,10 +160,11 @@ def _compare_codes(codes: tuple[str, ...]) -> dict[str, float]:
     for i, (code, name) in enumerate((code, name) for code in codes for name in names):
         mesh = (2, world // 2) if name == "hsdp" else world
         settings: dict[str, Any] = {"gather_dtype": code}
+        settings["keep_last"] = 2 - i % 2
         if i % 2:
             settings |= {"memory": "arena", "keep_after_forward": False}
         if name == "zero3" and world == 4:
-            settings["keep_after_forward"] = 2
+            settings |= {"keep_after_forward": 2, "keep_last": 0}
         got = train_sharded("odd", name, mesh, "sgd", counts, settings)
         shard = world // 2 if name == "hsdp" else world
         found[f"{name} {code}"] = difference(got, train_coded("odd", counts, shard, code))

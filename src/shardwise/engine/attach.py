@@ -98,7 +98,7 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
     for spec in specs:
         is_root = spec.modules == ("",)
         options = Options(
-            **vars(plan.unit_policy(is_root)),
+            **vars(plan.unit_policy(is_root, spec.name)),
             compute_dtype=find_dtype(plan.compute_dtype),
             reduce_dtype=find_dtype(plan.reduce_dtype),
             sum_dtype=find_dtype(plan.sum_dtype),

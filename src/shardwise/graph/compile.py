@@ -290,6 +290,8 @@ class CompiledModel:
             return f"keep_after_forward={keep} keeps pieces, which graphs do not"
         if self.plan.sum_dtype is not None:
             return f"sum_dtype={self.plan.sum_dtype!r} adds gradients here, which graphs do not"
+        if self.plan.keep_last:
+            return f"keep_last={self.plan.keep_last} keeps some units, which graphs do not"
         if self.plan.gather_dtype is not None:
             return f"gather_dtype={self.plan.gather_dtype!r} gathers codes, which graphs do not"
         for unit in self.engine.units:

@@ -113,7 +113,7 @@ class PlannedUnit(ScheduledUnit):
         is_root = spec.modules == ("",)
         super().__init__(
             spec.name,
-            plan.unit_policy(is_root),
+            plan.unit_policy(is_root, spec.name),
             is_root=is_root,
             module_count=len(spec.modules),
             shard=shard,

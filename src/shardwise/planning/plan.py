@@ -82,6 +82,8 @@ class Plan:
     # None: the root unit only; True: all; False: none; k: each rank keeps 1/k and gathers in groups
     # of k ranks
     keep_after_forward: bool | int | None = None
+    # So many units at the model's end stay gathered from forward to backward, which begins there
+    keep_last: int = 0
     unused: str = "zeros"  # parameters used on some ranks only: zeros elsewhere, or an error
     gather: str = (
         "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
@@ -119,6 +121,7 @@ class Plan:
             ("forward_prefetch", 0),
             ("backward_prefetch", 0),
             ("reduce_depth", 1),
+            ("keep_last", 0),
         ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -192,6 +195,15 @@ class Plan:
 
     def _check_keep(self) -> None:
         keep = self.keep_after_forward
+        if self.keep_last and self.strategy.parameters != "shard":
+            raise ValueError(
+                f"Plan.keep_last={self.keep_last} needs parameters that are freed after forward; "
+                f"{self.title} keeps them anyway"
+            )
+        if self.keep_last and (keep is True or not (keep is None or isinstance(keep, bool))):
+            raise ValueError(
+                f"Plan.keep_last={self.keep_last} with keep_after_forward={keep}: give one of them"
+            )
         if keep is None or isinstance(keep, bool):
             return
         if self.strategy.parameters != "shard":
@@ -247,6 +259,8 @@ class Plan:
         reduce_depth: reductions in flight before backward waits for the oldest (1).
         keep_after_forward: what stays gathered after forward: None, the root unit; True, all;
             False, nothing; k, each rank keeps 1/k and gathers among k ranks.
+        keep_last: so many units at the model's end (or all) stay gathered as well (0): backward
+            needs them first, and they are not gathered again.
         unused: a parameter that only some ranks used: "zeros" from the others, or an "error".
         average: divide the sums of gradients by the number of ranks (False: the loss does).
         whole: name patterns of parameters that every rank keeps whole, their gradients all-reduced.
@@ -315,12 +329,20 @@ class Plan:
             may_grow=False,
         )
 
-    def unit_policy(self, is_root: bool) -> UnitPolicy:
+    @property
+    def freed_units(self) -> list[str]:
+        """Units that are freed after forward unless a setting keeps them, in the model's order."""
+        units = self.require_units()
+        return [unit.name for unit in units if unit.modules != ("",) and not unit.whole]
+
+    def unit_policy(self, is_root: bool, name: str = "") -> UnitPolicy:
         """What the schedule is told of one unit. The root is needed again right after forward, so
         it is kept unless nothing is.
         """
         keep = self.keep_after_forward
         keeps = keep is not False if is_root else keep or False
+        if self.keep_last and not is_root and name in self.freed_units[-self.keep_last :]:
+            keeps = True
         return UnitPolicy(keep=keeps, stays_shown=is_root)
 
     @property

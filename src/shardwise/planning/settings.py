@@ -29,6 +29,7 @@ class Settings(TypedDict, total=False):
     backward_prefetch: int
     reduce_depth: int
     keep_after_forward: bool | int | None
+    keep_last: int
     unused: str
     average: bool
     whole: str | Sequence[str]
