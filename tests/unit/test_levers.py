@@ -16,22 +16,24 @@ def _row(lever: str, curves: list[list[float]]) -> dict:
     return {"part": "curve", "lever": lever, "curves": curves, "sent": 1000.0}
 
 
-def test_a_curve_is_inside_where_the_plain_seeds_are_on_both_sides() -> None:
+def test_a_curve_is_as_far_as_its_mean_from_the_plain_one() -> None:
     plain = _row("plain", PLAIN)
-    assert levers.compare_curve(plain, plain)["outside"] == 0
+    same = levers.compare_curve(plain, plain)
+    assert same["distance"] == same["beyond"] == 0 and same["spread"] == pytest.approx(0.1)
     shifted = _row("all kept", [[loss + 0.15 for loss in curve] for curve in PLAIN])
     found = levers.compare_curve(shifted, plain)
-    assert found["outside"] == pytest.approx(0.05)
-    assert found["end"] == pytest.approx(found["plain_end"] + 0.15)
-    # A bump in the middle counts, though the end is inside.
-    bumped = _row("x", [[*curve[:10], *(9.0 for _ in range(10)), *curve[20:]] for curve in PLAIN])
-    assert levers.compare_curve(bumped, plain)["outside"] > 3
+    assert found["distance"] == pytest.approx(0.15) and found["beyond"] == 1
+    assert found["end"] == pytest.approx(same["end"] + 0.15)
+    # A bump counts, though the end is as before.
+    bumped = _row("x", [[*curve[:20], *(9.0 for _ in range(10)), *curve[30:]] for curve in PLAIN])
+    found = levers.compare_curve(bumped, plain)
+    assert found["distance"] > 1 and found["beyond"] == 0.25 and found["end"] == same["end"]
 
 
 def test_tables_and_picture_take_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"part": "bytes", "lever": name, **levers.count_bytes(name)}
-        for name in ("plain", "32-bit sums of 16", "fp8 gathers")
+        for name in ("plain", "32-bit sums", "fp8 gathers")
     ]
     side = {"step_ms": 10.0, "step_spread_ms": 1.0, "device_ms": None, "peak_bytes": 2**30}
     steps = {"plain": {**side, "ratio": 0.9, "ratio_spread": 0.01}, "x": {"failure": "no memory"}}
@@ -40,7 +42,7 @@ def test_tables_and_picture_take_what_there_is(capsys: pytest.CaptureFixture[str
     levers.show(rows, {"environment": describe_environment("x"), "seeds": 3, "steps": 40})
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= 80
-    for words in ("32-bit sums of 16", "inside", "0.90", "x: no memory"):
+    for words in ("32-bit sums", "inside", "0.90", "x: no memory"):
         assert words in told
     assert levers.draw(rows).count("<polyline") == 4
     plain, sums, codes = (row["sent"] for row in rows[:3])

@@ -247,7 +247,8 @@ BYTES = Benchmark(
 parts:
   bytes   counted by the schedule: one rank of 8, the reference model of 0.95 B parameters
   curve   two gloo ranks, the built-in corpus, three seeds plain and with each lever. A lever is
-          `inside` if its mean curve lies between the plain runs' seeds at every point
+          `inside` if its mean curve is no farther from the plain one than the seeds' standard
+          deviation, both over the second half; `beyond`: points outside of all plain seeds
   step    GPU, one rank of an emulated group of 8 at 50 GB/s: torch's fully_shard, ours plain, ours
           with each lever, in turn. Skipped without a CUDA device
 
