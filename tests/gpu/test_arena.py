@@ -16,7 +16,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.engine.engine import engine_of
+from shardwise.engine.quantised import QuantisedGather
 from shardwise.planning.memory import lay_out_arena
+from shardwise.planning.rows import lay_out
 from tests.gpu.standalone import run_all
 from tests.gpu.test_capture import DEVICE, Block, Net, draw, emulated
 from tests.ranks import Ranks
@@ -36,7 +38,15 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1, last": ("zero1", {"sync": "last"}),
     "ddp, bf16": ("ddp", {"compute_dtype": "bfloat16"}),
     "hsdp, bf16": ("hsdp", {"compute_dtype": "bfloat16"}),
-}
+    "zero3, sums": ("zero3", {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}),
+    "zero2, sums, last": (
+        "zero2", {"reduce_dtype": "bfloat16", "sum_dtype": "float32", "sync": "last"},
+    ),
+    "ddp, sums": ("ddp", {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}),
+    "hsdp, sums": ("hsdp", {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}),
+    "zero3, fp8": ("zero3", {"gather_dtype": "float8_e4m3fn", "compute_dtype": "bfloat16"}),
+    "zero3, int8, one kept": ("zero3", {"gather_dtype": "int8", "keep_last": 1}),
+}  # fmt: skip
 
 
 def _make(name: str, memory: str, checkpointed: bool = False) -> Any:
@@ -111,6 +121,26 @@ def _all(captured: bool) -> dict[str, list[str]]:
 def _fail(found: dict[str, list[str]]) -> None:
     bad = {where: said for where, said in found.items() if said}
     assert not bad, "\n".join(f"{where}: {line}" for where, said in bad.items() for line in said)
+
+
+def test_codes_are_those_of_the_host() -> None:
+    """Up to a rounding of the quotient: the kernels divide as GPUs do."""
+    layout = lay_out([(1000, 300), (17,), (64, 7)], 1)
+    values = torch.randn(layout.shard_numel)
+    for code in (torch.int8, torch.float8_e4m3fn):
+        found = []
+        for device in ("cpu", DEVICE):
+            full = torch.zeros(layout.full_numel, device=device)
+            gather = QuantisedGather(code, Alone, layout, values.to(device), full)
+            found.append(torch.cat(gather._pieces_as_gathered()).cpu())
+        host, gpu = found
+        largest = values.abs().max()
+        assert (host != gpu).float().mean() < 1e-3, f"{code}: many differ"
+        assert (host - gpu).abs().max() <= largest / 8, f"{code}: some differ by much"
+
+
+class Alone:
+    size, rank = 1, 0
 
 
 def test_two_ranks_on_one_gpu() -> None:

@@ -28,7 +28,13 @@ PLANS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "zero1, last": ("zero1", 2, {"sync": "last"}),
     "ddp, bf16": ("ddp", 2, {"compute_dtype": "bfloat16"}),
     "hsdp, bf16": ("hsdp", (2, 1), {"compute_dtype": "bfloat16"}),
-}
+    "zero3, sums": ("zero3", 2, {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}),
+    "zero2, sums, last": (
+        "zero2", 2, {"reduce_dtype": "bfloat16", "sum_dtype": "float32", "sync": "last"},
+    ),
+    "zero3, codes": ("zero3", 2, {"gather_dtype": "int8", "compute_dtype": "bfloat16"}),
+    "ddp, sums": ("ddp", 2, {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}),
+}  # fmt: skip
 KINDS = ("plain", "checkpointed", "tied", "frozen", "unused")
 
 

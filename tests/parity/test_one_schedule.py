@@ -196,6 +196,12 @@ def cases_of(name: str, world: int) -> list[ProofCase]:
                 "sync": sync, "keep_after_forward": keep, "reduce_depth": depth,
                 "forward_prefetch": prefetch, "backward_prefetch": prefetch,
             }  # fmt: skip
+            if len(cases) % 3 == 1:
+                settings |= {"reduce_dtype": "bfloat16", "sum_dtype": "float32"}
+            if len(keeps) > 1 and len(cases) % 4 == 1:
+                settings["gather_dtype"] = "int8"
+            if len(keeps) > 1 and not keep and len(cases) % 2:
+                settings["keep_last"] = 2
             cases.append(ProofCase(name, kind, each, tuple(settings.items())))
     return cases
 

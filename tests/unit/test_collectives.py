@@ -18,14 +18,20 @@ from shardwise.description.cluster import (
     MatmulRate,
     Protocol,
 )
-from shardwise.description.collectives import Members, bus_share, collective_time, find_hops
+from shardwise.description.collectives import (
+    ALL_TO_ALL,
+    Members,
+    bus_share,
+    collective_time,
+    find_hops,
+)
 
 H100 = Cluster.load("h100x8")
 CLUSTERS = {
     name: Cluster.load(name) for name in ("h100x8", "a100x8", "b200x8", "tpu-v5p", "cpu-gloo")
 }
 names = st.sampled_from(sorted(CLUSTERS))
-kinds = st.sampled_from(COLLECTIVES)
+kinds = st.sampled_from((*COLLECTIVES, ALL_TO_ALL))
 sizes = st.floats(1, 1e12)
 
 
@@ -48,6 +54,19 @@ def test_more_bytes_never_take_less_time(name, kind, ranks, stride, nbytes, fact
     less = collective_time(cluster, kind, nbytes, members)
     more = collective_time(cluster, kind, nbytes * factor, members)
     assert 0 < less <= more * (1 + 1e-9)
+
+
+@given(st.integers(2, 8), sizes)
+def test_an_all_to_all_is_a_gather_inside_a_node(ranks, nbytes) -> None:
+    both = [collective_time(H100, kind, nbytes, ranks) for kind in (ALL_TO_ALL, "all_gather")]
+    assert both[0] == both[1]
+
+
+def test_an_all_to_all_across_nodes_goes_by_each_rank_s_own_link() -> None:
+    link = H100.levels[1].bandwidth_bytes_per_s
+    for nodes in (2, 4):
+        taken = collective_time(H100, ALL_TO_ALL, 1e12, 8 * nodes)
+        assert taken == pytest.approx(1e12 * (nodes - 1) / nodes / link, rel=0.1)
 
 
 @given(st.sampled_from(["h100x8", "b200x8", "tpu-v5p"]), st.integers(2, 256))

@@ -194,9 +194,11 @@ def test_a_free_network_delivers_and_takes_no_time() -> None:
             torch_private.all_gather(whole, torch.tensor([1.0, 2.0]), None).wait()
             torch_private.reduce_scatter(part, torch.arange(8.0), None).wait()
             dist.all_reduce(part)
+            came = torch.zeros(8)
+            torch_private.all_to_all(came, torch.arange(8.0), None).wait()
     assert whole.tolist() == [1.0, 2.0] * 4
-    assert part.tolist() == [2.0, 3.0]
-    assert [message.modelled_s for message in measured.messages] == [0.0] * 3
+    assert part.tolist() == [2.0, 3.0] and came.tolist() == [2.0, 3.0] * 4
+    assert [message.modelled_s for message in measured.messages] == [0.0] * 4
     assert measured.exposed_s < 1e-3
 
 
@@ -226,7 +228,7 @@ def test_every_gather_mode_meets_the_network() -> None:
 
 def test_names_and_models_are_as_before_when_it_closes() -> None:
     def replaced() -> tuple[object, ...]:
-        single = dist.all_reduce, getattr(dist, torch_private.ALL_GATHER)
+        single = dist.all_reduce, dist.all_to_all_single, getattr(dist, torch_private.ALL_GATHER)
         return *single, torch_private.all_gather_grouped, DistributedDataParallel.forward
 
     before = replaced()
@@ -315,6 +317,7 @@ PLANS = [
     Plan.of("zero2", 4),
     Plan.of("zero3", 4),
     Plan.of("hsdp", (2, 2)),
+    Plan.of("zero3", 4, reduce_dtype="bfloat16", sum_dtype="float32", gather_dtype="int8"),
 ]
 
 
@@ -330,6 +333,7 @@ def test_every_plan_sends_the_bytes_of_its_formula(plan: Plan) -> None:
         assert sent.get("all_gather", 0) * (n - 1) / n == pytest.approx(expected.all_gather)
         assert sent.get("reduce_scatter", 0) * (n - 1) / n == pytest.approx(expected.reduce_scatter)
         assert sent.get("all_reduce", 0) * (r - 1) / r == pytest.approx(expected.all_reduce)
+        assert sent.get("all_to_all", 0) * (n - 1) / n == pytest.approx(expected.all_to_all)
 
 
 @pytest.mark.parametrize(

@@ -319,3 +319,38 @@ def test_bytes_for_people() -> None:
         "3.00 GiB",
         "5,120.00 TiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("zero3", {"reduce_dtype": "bfloat16", "sum_dtype": "float16"}, "Plan.sum_dtype is"),
+        ("zero3", {"reduce_dtype": "float32", "sum_dtype": "float32"}, "set reduce_dtype="),
+        ("zero3", {"gather_dtype": "float16"}, "Plan.gather_dtype is"),
+        ("zero2", {"gather_dtype": "int8"}, "use zero3"),
+        ("zero3", {"gather_dtype": "int8", "gather": "each"}, "always packed"),
+        ("zero3", {"keep_last": -1}, "a whole number >= 0"),
+        ("ddp", {"keep_last": 1}, "keeps them anyway"),
+        ("zero3", {"keep_last": 1, "keep_after_forward": True}, "give one of them"),
+    ],
+)
+def test_settings_of_fewer_bytes_are_refused_where_they_do_nothing(
+    name: str, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        Plan.of(name, 4, **settings)
+
+
+def test_fewer_bytes_are_said() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
+    plain = Plan.of("zero3", 4, compute_dtype="bfloat16")
+    sums = dataclasses.replace(plain, reduce_dtype="bfloat16", sum_dtype="float32")
+    codes = dataclasses.replace(plain, gather_dtype="int8")
+    kept = dataclasses.replace(plain, keep_last=3)
+    sent = [count_sent(plan.resolve(model)) for plan in (plain, sums, codes, kept)]
+    assert sent[1].all_to_all == sent[0].reduce_scatter / 2 and not sent[1].reduce_scatter
+    assert 0.5 < sent[2].all_gather / sent[0].all_gather < 0.56
+    assert sent[3].all_gather == sent[0].all_gather * 9 / 12
+    text = sums.resolve(model).explain()
+    assert "added in float32" in text and "all-to-all" in text
+    assert Plan.from_json(codes.to_json()) == codes

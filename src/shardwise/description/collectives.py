@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from shardwise.description.cluster import COLLECTIVES, Cluster, CollectivePoint, Level, Protocol
 
+ALL_TO_ALL = "all_to_all"  # not measured by itself
 LinkShares = tuple[tuple[str, float], ...]  # by link, above 0 and up to 1
 
 
@@ -77,9 +78,12 @@ def collective_time(cluster: Cluster, kind: str, nbytes: float, members: Members
     as this one does: interpolated between them in the logarithms. Else a ring: the whole buffer's
     (n - 1) / n at the slowest level's bandwidth, twice for an all-reduce, plus the protocol's start
     and its steps, by the protocol that is quickest at this size.
+
+    An all-to-all inside one level is a gather of as many bytes. Across levels every rank sends the
+    others' parts by its own link, where a ring's neighbours share what they send.
     """
-    if kind not in COLLECTIVES:
-        raise ValueError(f"collective {kind!r}, expected one of {COLLECTIVES}")
+    if kind not in (*COLLECTIVES, ALL_TO_ALL):
+        raise ValueError(f"collective {kind!r}, expected one of {(*COLLECTIVES, ALL_TO_ALL)}")
     if nbytes < 0:
         raise ValueError(f"a collective of {nbytes} bytes")
     if isinstance(members, int):
@@ -87,6 +91,10 @@ def collective_time(cluster: Cluster, kind: str, nbytes: float, members: Members
     if members.ranks == 1 or nbytes == 0:
         return 0.0
     hops = find_hops(cluster, members)
+    if kind == ALL_TO_ALL and len(hops) > 1:
+        names = [protocol.name for protocol in hops[-1].level.protocols]
+        return min(_all_to_all_time(hops, nbytes, members.ranks, name) for name in names)
+    kind = "all_gather" if kind == ALL_TO_ALL else kind
     last = hops[-1]
     points = [p for p in last.level.points if (p.kind, p.inside) == (kind, last.members)]
     if points:
@@ -122,6 +130,19 @@ def _ring_time(hops: tuple[Hop, ...], kind: str, nbytes: float, ranks: int, name
         outer = crossings
     start = max(_protocol(hop.level, name).start_s for hop in hops)
     return start + times * latency + bus_share(kind, ranks) * nbytes / bandwidth
+
+
+def _all_to_all_time(hops: tuple[Hop, ...], nbytes: float, ranks: int, name: str) -> float:
+    """Each hop's link carries what goes to the ranks that are reached by it; they run at once."""
+    start = max(_protocol(hop.level, name).start_s for hop in hops)
+    latency, moving, inside = 0.0, 0.0, 1
+    for hop in hops:
+        protocol, reached = _protocol(hop.level, name), hop.members * hop.groups
+        rate = min(hop.level.bandwidth_bytes_per_s * protocol.share, protocol.limit_bytes_per_s)
+        moving = max(moving, nbytes * (min(reached, ranks) - inside) / ranks / rate)
+        latency += (hop.groups - 1) * protocol.step_s
+        inside = min(reached, ranks)
+    return start + latency + moving
 
 
 def _crossings(hops: tuple[Hop, ...], hop: Hop) -> int:

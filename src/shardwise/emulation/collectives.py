@@ -140,6 +140,23 @@ class Emulation:
         move = Move(own, whole[first:last], 1, whole, whole.numel(), (first, last))
         return self._run("reduce_scatter", [move], group, async_op)
 
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        if output_split_sizes or input_split_sizes:
+            raise NotImplementedError("the emulated network has all-to-alls of equal parts only")
+        whole, size = input.view(-1), input.numel()
+        ranks = dist.get_world_size(group)
+        own = whole.view(ranks, -1)[dist.get_rank(group)]
+        move = Move(output.view(-1), own, ranks, whole, size, (0, size))
+        return self._run("all_to_all", [move], group, async_op)
+
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> Work | None:
@@ -261,13 +278,14 @@ def emulate(network: NetworkModel, occupancy: int = 0) -> Iterator[Emulation]:
 @contextmanager
 def in_place_of_torch(stand_in: Any) -> Iterator[None]:
     """Both engines call `stand_in` meanwhile: its `all_gather`, `all_gather_grouped`,
-    `reduce_scatter` and `all_reduce`.
+    `reduce_scatter`, `all_to_all` and `all_reduce`.
     """
     replaced = {
         "all_gather_single": stand_in.all_gather,
         "all_gather_into_tensor": stand_in.all_gather,
         "reduce_scatter_single": stand_in.reduce_scatter,
         "reduce_scatter_tensor": stand_in.reduce_scatter,
+        "all_to_all_single": stand_in.all_to_all,
         "all_reduce": stand_in.all_reduce,
     }
     # Which of the names exist depends on torch's version.

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from shardwise.engine.unit import Unit
 
 # In whose order a piece comes and goes: a lane's, compute's, or a unit's own from forward on.
-COMPUTE, GATHERS, SCATTERS, KEPT = "compute", "gather", "scatter", "kept"
+COMPUTE, GATHERS, SCATTERS, REPLICAS = "compute", "gather", "scatter", "replica"
+KEPT = "kept"
+# What reduces and gathers have, and give back when an exception ends a step.
+_PASSING = ("slot", "rows", "staging", "sent", "received")
 Loan = Callable[[], None]
 
 
@@ -104,7 +107,7 @@ class Arena:
 
     def forget(self) -> None:
         """An exception ended a step: what its reduces and gathers had is given back."""
-        for key in [key for key in self._lives.there if key[0] in ("slot", "rows", "staging")]:
+        for key in [key for key in self._lives.there if key[0] in _PASSING]:
             self._lives.give(key)
 
     # Between steps

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.engine.mesh import Mesh, default_device, unsharded
 from shardwise.engine.storage import Member, Offload
 from shardwise.engine.unit import Unit
-from shardwise.planning.plan import Plan, cast_dtypes, find_dtype
+from shardwise.planning.plan import Plan, cast_dtypes, find_dtype, sums_in
 from shardwise.planning.units import places
 from shardwise.schedule.policy import UnitPolicy
 
@@ -25,7 +25,9 @@ class Options(UnitPolicy):
 
     compute_dtype: torch.dtype | None = None  # None: the parameters' own
     reduce_dtype: torch.dtype | None = None  # None: the parameters' own
+    sum_dtype: torch.dtype | None = None  # None: the reduce dtype
     gather: str = "auto"
+    gather_dtype: torch.dtype | None = None  # None: the compute dtype; else codes in blocks
     precision: Any = None  # handed to parameters that bring their own all-gather
     plain: bool = False  # users see plain tensors (ddp)
     offload: Offload | None = None
@@ -40,6 +42,10 @@ class Options(UnitPolicy):
     def dtypes(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Compute and reduce dtype of parameters whose own dtype is `own`."""
         return cast_dtypes(own, self.compute_dtype, self.reduce_dtype)
+
+    def sums_in(self, own: torch.dtype) -> torch.dtype:
+        """What gradients of such parameters are added in."""
+        return sums_in(self.dtypes(own)[1], self.sum_dtype)
 
 
 def divide(unit: Unit, factor: float) -> None:
@@ -92,10 +98,12 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
     for spec in specs:
         is_root = spec.modules == ("",)
         options = Options(
-            **vars(plan.unit_policy(is_root)),
+            **vars(plan.unit_policy(is_root, spec.name)),
             compute_dtype=find_dtype(plan.compute_dtype),
             reduce_dtype=find_dtype(plan.reduce_dtype),
+            sum_dtype=find_dtype(plan.sum_dtype),
             gather=plan.gather,
+            gather_dtype=None if plan.gather_dtype is None else getattr(torch, plan.gather_dtype),
             plain=plan.strategy.state == "replicate",
         )
         unit = Unit(

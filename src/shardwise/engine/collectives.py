@@ -43,8 +43,32 @@ class All:
             handle.wait()
 
 
+class After:
+    """Something under way, and what is to be done once it has ended."""
+
+    def __init__(self, handle: Handle, end: Callable[[], None]) -> None:
+        self.handle, self.end = handle, end
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.end()
+
+
 DONE = All(())  # nothing under way: a group of one rank, or an operation that has ended
 Unpack = Callable[[], None] | None  # to run when a gather has ended
+
+
+@torch.no_grad()
+def add_up(pieces: torch.Tensor, into: torch.Tensor) -> None:
+    """The sum of the rows of `pieces`, in the dtype of `into`. A GPU adds wider than it reads in
+    one kernel; a host would first make a wider copy of everything, so it takes row after row.
+    """
+    if pieces.is_cuda:
+        torch.sum(pieces, 0, dtype=into.dtype, out=into)
+        return
+    into.copy_(pieces[0])
+    for piece in pieces[1:]:
+        into.add_(piece)
 
 
 def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -147,6 +171,11 @@ class Group:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
             return _issued(handle or DONE)
         return _issued(torch_private.reduce_scatter(output, input, self.group, spends))
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        """This rank's part of everybody's `input`, one after the other, into `output`."""
+        self._note("all_to_all", input)
+        return _issued(torch_private.all_to_all(output, input, self.group))
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """The sum over ranks, in place."""
@@ -320,7 +349,7 @@ class Call:
     scatter's input.
     """
 
-    name: str  # all_gather, reduce_scatter, all_reduce
+    name: str  # all_gather, reduce_scatter, all_reduce, all_to_all
     axis: str  # the mesh axis it ran over
     nbytes: int
     ranks: int

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardwise.engine import marks, torch_private
-from shardwise.engine.arena import COMPUTE, SCATTERS, Arena, Placed
-from shardwise.engine.collectives import DONE, Buffer, Handle, allocate
+from shardwise.engine.arena import COMPUTE, REPLICAS, SCATTERS, Arena, Loan, Placed
+from shardwise.engine.collectives import DONE, After, Buffer, Group, Handle, add_up, allocate
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER, USE
@@ -243,13 +243,14 @@ class TensorExecutor:
                 slot, buffer = own.pack(found), own.buffer
             else:
                 into = gradients.sums if into_sums else None
-                numel, dtype = gradients.shard_numel * unit.shard_ranks, gradients.reduce_dtype
+                numel = gradients.shard_numel * unit.shard_ranks
+                dtype = gradients.slot_dtype(passes)
                 if custom is not None and unit.shard_ranks > 1:
                     into = allocate(custom, numel, dtype, unit.mesh.device)
                 elif into is None and self.arena is not None and not gradients.fills_early:
                     stream = COMPUTE if self.packs_on_compute(unit) else SCATTERS
                     into, loan = self.arena.borrow("slot", unit.name, stream, numel, dtype)
-                slot = gradients.pack(found, into)
+                slot = gradients.pack(found, into, dtype)
         held = TensorHeld(slot, into_sums, loan, buffer)
         if not self.ordered or self.packs_on_compute(unit):
             found.clear()  # they are packed
@@ -276,7 +277,7 @@ class TensorExecutor:
         assert gradients is not None and gradients.sums is not None
         with self._start(unit):
             zeros = torch.zeros_like(
-                gradients.sums, dtype=gradients.reduce_dtype, device=unit.mesh.device
+                gradients.sums, dtype=gradients.sum_dtype, device=unit.mesh.device
             )
         held = TensorHeld(zeros)
         if self.packs_on_compute(unit):
@@ -298,12 +299,15 @@ class TensorExecutor:
         with marked("reduce", unit.name), lane.inside:
             rows, loan = gradients.sums, None
             if not into_sums or rows is None:
-                numel, dtype = gradients.shard_numel, gradients.reduce_dtype
+                numel, dtype = gradients.shard_numel, gradients.sum_dtype
                 if custom is None and self.arena is not None:
                     rows, loan = self.arena.borrow("rows", unit.name, SCATTERS, numel, dtype)
                 else:
                     rows = allocate(custom, numel, dtype, unit.mesh.device)
-            handle = self._order(group.reduce_scatter(rows, slot, custom, self._spends))
+            if gradients.exchanges:
+                handle = self._order(self._exchange(unit, slot, rows))
+            else:
+                handle = self._order(group.reduce_scatter(rows, slot, custom, self._spends))
         reduction.held = TensorHeld(rows, into_sums, loan)
         reduction.lane, reduction.pending = lane, handle
 
@@ -315,9 +319,64 @@ class TensorExecutor:
         if lane.stream is not None and not self.packs_on_compute(unit):
             assert self.scatters.stream is not None
             lane.stream.wait_stream(self.scatters.stream)
+        assert unit.gradients is not None
         with marked("reduce", unit.name), lane.behind_compute:
-            handle = self._order(group.all_reduce(reduction.held.content))
+            if unit.gradients.exchanges:
+                self._exchange_whole(unit, group, reduction.held.content)
+                handle = None
+            else:
+                handle = self._order(group.all_reduce(reduction.held.content))
         reduction.lane, reduction.pending = lane, handle
+
+    def _borrow(
+        self, role: str, unit: Unit, stream: str, numel: int
+    ) -> tuple[torch.Tensor, Loan | None]:
+        """Memory for gradients that travel."""
+        assert unit.gradients is not None
+        dtype = unit.gradients.reduce_dtype
+        if self.arena is not None:
+            return self.arena.borrow(role, unit.name, stream, numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=unit.mesh.device), None
+
+    def _exchange(self, unit: Unit, slot: torch.Tensor, rows: torch.Tensor) -> Handle:
+        """Send every rank its part of the slot; when it has ended, add up what came in `rows`, in
+        their dtype and in the order of the ranks.
+        """
+        group, numel = unit.mesh.scatter, slot.numel()
+        sent, give_sent = slot, None
+        if slot.dtype != unit.gradients.reduce_dtype:  # type: ignore[union-attr]
+            sent, give_sent = self._borrow("sent", unit, SCATTERS, numel)
+            sent.copy_(slot)
+        received, give_received = self._borrow("received", unit, SCATTERS, numel)
+
+        def end() -> None:
+            add_up(received.view(group.size, -1), rows)
+            for give in (give_sent, give_received):
+                if give is not None:
+                    give()
+
+        return After(group.all_to_all(received, sent), end)
+
+    def _exchange_whole(self, unit: Unit, group: Group, summed: torch.Tensor) -> None:
+        """What an all-reduce does, but added in the dtype of `summed`: each rank adds one part,
+        which is rounded once more when all gather it. A host waits: ranks that contribute zeros
+        issue their reduces at once, and the two collectives of each have to stay in one order.
+        """
+        part = -(-summed.numel() // group.size)
+        sent, give_sent = self._borrow("sent", unit, REPLICAS, part * group.size)
+        received, give_received = self._borrow("received", unit, REPLICAS, part * group.size)
+        sent[: summed.numel()].copy_(summed)
+        sent[summed.numel() :].zero_()
+        self.replicas.join(group.all_to_all(received, sent))
+        own = summed[part * group.rank : part * (group.rank + 1)]
+        add_up(received.view(group.size, -1)[:, : own.numel()], own)
+        sent.view(group.size, -1)[group.rank, : own.numel()].copy_(own)
+        mine = sent.view(group.size, -1)[group.rank]
+        self.replicas.join(group.all_gather(sent, mine))
+        summed.copy_(sent[: summed.numel()])
+        for give in (give_sent, give_received):
+            if give is not None:
+                give()
 
     def _order(self, handle: Handle) -> Handle | None:
         """The lane waits for a collective at once; a host when it has to: that is then pending."""

@@ -39,14 +39,19 @@ class Gradients:
         parameters: Parameters,
         trainable: Sequence[int],
         reduce_dtype: torch.dtype,
+        sum_dtype: torch.dtype,
         take: Take,
     ) -> None:
-        """`take` gives memory for a permanent slot."""
+        """They travel in `reduce_dtype` and are added in `sum_dtype`. `take` gives memory for a
+        permanent slot.
+        """
         mesh = self.mesh = parameters.mesh
-        self.offload, self.reduce_dtype = parameters.offload, reduce_dtype
+        self.offload = parameters.offload
+        self.reduce_dtype, self.sum_dtype = reduce_dtype, sum_dtype
+        self.exchanges = reduce_dtype != sum_dtype  # no backend adds in another dtype than it sends
         self._dtype = parameters.dtype
-        # The sums have the reduce's dtype and device.
-        self.sums_as_reduced = reduce_dtype == self._dtype and self.offload is None
+        # The sums have the dtype and device of what a reduce gives.
+        self.sums_as_reduced = sum_dtype == self._dtype and self.offload is None
         rows = [parameters.layout.rows[i] for i in trainable]
         shapes, dims = [r.shape for r in rows], [r.dim for r in rows]
         self.layout = layout = lay_out(shapes, mesh.shard.size, dims)
@@ -305,7 +310,7 @@ class Gradients:
         if grad is None or grad.is_sparse or grad.nbytes < PLACED_FROM_BYTES:
             return
         if self._filling is None:
-            self._filling = self._make_filling(self._empty(self.reduce_dtype))
+            self._filling = self._make_filling(self._empty(self.sum_dtype))
         self._filling.take({self._numbers[id(shown)]: grad})
         shown.grad = None
 
@@ -318,7 +323,7 @@ class Gradients:
         """
         filling, self._filling = self._filling, None
         if filling is None:
-            filling = self._make_filling(self._empty(self.reduce_dtype) if into is None else into)
+            filling = self._make_filling(self._empty(self.sum_dtype) if into is None else into)
         rest = {i: shown.grad for i, shown in enumerate(self.shown) if shown.grad is not None}
         filling.take(rest)
         for i in rest:
@@ -364,15 +369,21 @@ class Gradients:
                 self._presents[missing] = found
         return found
 
-    def pack(self, found: list[torch.Tensor], into: torch.Tensor | None) -> torch.Tensor:
-        """Lay what was taken rank after rank in the reduce dtype: one kernel for the unit."""
+    def slot_dtype(self, passes: bool) -> torch.dtype:
+        """Of a slot: as gradients travel where it is scattered at once, else as they are added."""
+        return self.reduce_dtype if passes and self.layout.ranks > 1 else self.sum_dtype
+
+    def pack(
+        self, found: list[torch.Tensor], into: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Lay what was taken rank after rank in a slot of this dtype: one kernel for the unit."""
         if self.fills_early:
             return self._fill_rest(into)
         ranks, slot = self.layout.ranks, into
         if slot is None:
             numel, device = ranks * self.shard_numel, self.mesh.device
             make = torch.zeros if self._sparse else torch.empty
-            slot = make(numel, dtype=self.reduce_dtype, device=device)
+            slot = make(numel, dtype=dtype, device=device)
         elif self._sparse:
             slot.zero_()
         if self._odd:

@@ -18,6 +18,8 @@ storage resize per unit.
               reduce-scatter reads                                  until the scatter is done; on a
                                                                     host with n = 1 from the first
                                                                     gradient on, and then the sums
+    sent,     a slot as it travels, and everybody's    reduce   while gradients that travel as 16
+    received  part for this rank                                bits are added in 32
     sums      this rank's rows of every summed gradient    own      taken anew in every step; with
               (`flat`), and who produced one (`counts`)             whoever keeps a gradient
     summed    visible.grad: DTensors, or plain in ddp      own      views of flat, made anew

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.util
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +94,10 @@ def reduce_scatter(
     return getattr(dist, REDUCE_SCATTER)(output, input, group=group, async_op=True)
 
 
+def all_to_all(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
+    return dist.all_to_all_single(output, input, group=group, async_op=True)
+
+
 class _Scattered:
     """An all-reduce under way, of which a part is wanted."""
 
@@ -102,6 +107,14 @@ class _Scattered:
     def wait(self) -> None:
         self._work.wait()
         self._output.copy_(self._own.view_as(self._output))
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be built here that convert to 8-bit floats, as GPUs do from 8.9 on."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def is_recording(rehearsed: bool = False) -> bool:

@@ -332,6 +332,12 @@ class CompiledModel:
         keep = self.plan.keep_after_forward
         if keep is not None and not isinstance(keep, bool):
             return f"keep_after_forward={keep} keeps pieces, which graphs do not"
+        if self.plan.sum_dtype is not None:
+            return f"sum_dtype={self.plan.sum_dtype!r} adds gradients here, which graphs do not"
+        if self.plan.keep_last:
+            return f"keep_last={self.plan.keep_last} keeps some units, which graphs do not"
+        if self.plan.gather_dtype is not None:
+            return f"gather_dtype={self.plan.gather_dtype!r} gathers codes, which graphs do not"
         for unit in self.engine.units:
             if unit.parameters.tied:
                 return f"parameters of unit {unit.name!r} were tied after sharding"

@@ -96,7 +96,7 @@ class Nothing:
     def _call(self, *_: Any, async_op: bool = False, **__: Any) -> Work | None:
         return self._done if async_op else None
 
-    all_gather = reduce_scatter = all_reduce = _call
+    all_gather = reduce_scatter = all_to_all = all_reduce = _call
 
     def all_gather_grouped(self, *_: Any) -> Work:
         return self._done

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardwise.description.parameters import UnitSpec
+from shardwise.planning.blocks import Message
 from shardwise.planning.rows import lay_out
 from shardwise.planning.strategies import choose_gather
 from shardwise.schedule.arena import Key, Lives
@@ -33,11 +34,24 @@ class UnitBytes:
     master: int  # this rank's rows, original dtype
     full: int  # the gathered unit, compute dtype
     parts: tuple[int, ...]  # of it, each parameter that is not empty
+    message: int  # one rank's rows as codes and scales, where they travel so; else 0
     gradient: int  # this rank's rows of the trainable parameters, original dtype, and the counts
-    slot: int  # all gradients of the unit, reduce dtype, and the counts: the reduce's input
+    slot: int  # all gradients of the unit as they travel, and the counts: the reduce's input
+    held_slot: int  # the same in the dtype they are added in
     rows: int  # one rank's part of that
+    sent_size: int  # bytes of an element that travels
+    sum_size: int  # and of one that is added
     moment: int  # one tensor of optimizer state: of this rank's rows, without the counts
     aliased: bool  # the full unit is the master itself: nothing to gather, nothing more to hold
+
+    @property
+    def exchanges(self) -> bool:
+        """Gradients are added here, in another dtype than they travel in."""
+        return self.sent_size != self.sum_size
+
+    def exchanged_rows(self, ranks: int) -> int:
+        """Bytes of the rows as `ranks` replicas exchange them, an equal part each."""
+        return -(-self.rows // self.sum_size // ranks) * ranks * self.sent_size
 
 
 def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
@@ -45,7 +59,9 @@ def size_of_unit(plan: Plan, unit: UnitSpec) -> UnitBytes:
     dtypes = plan.dtypes(unit.parameters[0].dtype)
     shapes = tuple(p.shape for p in unit.parameters)
     trained = tuple(p.shape for p in unit.parameters if p.trainable)
-    return _sizes(shapes, trained, plan.axes_of(unit)[1], dtypes, plan.world > 1)
+    added = plan.sum_dtype_of(unit.parameters[0].dtype).itemsize
+    ranks, coded = plan.axes_of(unit)[1], plan.gather_dtype is not None
+    return _sizes(shapes, trained, ranks, dtypes, added, coded, plan.world > 1)
 
 
 @functools.lru_cache(maxsize=1024)  # blocks are alike, and a search asks for them again and again
@@ -54,19 +70,28 @@ def _sizes(
     trained_shapes: tuple[tuple[int, ...], ...],
     ranks: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    sum_size: int,
+    coded: bool,
     counts: bool,
 ) -> UnitBytes:
     own, compute, reduce = dtypes
     everything, trained = lay_out(shapes, ranks), lay_out(trained_shapes, ranks)
     reduced = trained.shard_numel + (trained.counts if counts else 0)
     parts = [rows.part * ranks * compute.itemsize for rows in everything.rows if rows.part]
+    message = 0
+    if coded and ranks > 1 and compute.is_floating_point:
+        message = Message(everything, compute.itemsize).nbytes
     return UnitBytes(
         master=everything.shard_numel * own.itemsize,
         full=everything.full_numel * compute.itemsize,
         parts=tuple(parts),
+        message=message,
         gradient=reduced * own.itemsize,
         slot=reduced * ranks * reduce.itemsize,
-        rows=reduced * reduce.itemsize,
+        held_slot=reduced * ranks * sum_size,
+        rows=reduced * sum_size,
+        sent_size=reduce.itemsize,
+        sum_size=sum_size,
         moment=trained.shard_numel * own.itemsize,
         aliased=ranks == 1 and own == compute,
     )
@@ -88,16 +113,17 @@ class PlannedUnit(ScheduledUnit):
         is_root = spec.modules == ("",)
         super().__init__(
             spec.name,
-            plan.unit_policy(is_root),
+            plan.unit_policy(is_root, spec.name),
             is_root=is_root,
             module_count=len(spec.modules),
             shard=shard,
             replicate=replicate,
         )
-        own, compute, reduce = plan.dtypes(spec.parameters[0].dtype)
+        own, compute, _ = plan.dtypes(spec.parameters[0].dtype)
         keep = plan.keep_after_forward
         self.sizes = size_of_unit(plan, spec)
-        self.casts, self.same_reduce = own != compute, reduce == own
+        self.casts = own != compute
+        self.same_reduce = plan.sum_dtype_of(spec.parameters[0].dtype) == own
         self.replicas_axis = "all" if spec.whole else "replicate"
         self.aliased = self.sizes.aliased
         # The smaller group that holds it from forward to backward, or 0.
@@ -148,6 +174,9 @@ class Listener(Protocol):
 @dataclass(eq=False)
 class PlannedReduction(Reduction):
     last: int = -1  # its last operation
+    # Bytes that an exchange holds until what came is added, and what it has of an arena.
+    exchanged: int = 0
+    loans: tuple[Key | None, ...] = ()
 
 
 class PlannedExecutor:
@@ -179,6 +208,8 @@ class PlannedExecutor:
     def gather(self, unit: PlannedUnit) -> None:
         listener, sizes, ranks = self.listener, unit.sizes, unit.shard_ranks
         mode = choose_gather(self.plan.gather, len(sizes.parts), sizes.full, self.ordered)
+        coded = sizes.message > 0 and not unit.piece
+        mode = "packed" if coded else mode
         stages = mode == "packed" and ranks > 1
         listener.engine_work("gather" if ranks > 1 else "cast", unit.name)
         if self.ordered or not stages:
@@ -188,15 +219,17 @@ class PlannedExecutor:
             moved = sizes.master + sizes.full
             unit.arrives = listener.copy("cast", unit.name, "gather", moved, before)
             return
-        staging = sizes.full if stages else 0
+        message = sizes.message * ranks if coded else sizes.full
+        staging = message if stages else 0
         listener.hold("temporary", staging)
         if staging:
             self._borrow(unit, "staging", staging, "gather")
-        if unit.casts and not unit.piece:
-            moved = sizes.master + sizes.full // ranks
-            before = (listener.copy("cast", unit.name, "gather", moved, before),)
+        if (unit.casts or coded) and not unit.piece:
+            moved = sizes.master + message // ranks
+            name = "quantise" if coded else "cast"
+            before = (listener.copy(name, unit.name, "gather", moved, before),)
         axis, group = ("keep", unit.piece_ranks) if unit.piece else ("shard", ranks)
-        for nbytes in sizes.parts if mode == "each" else (sizes.full,):
+        for nbytes in sizes.parts if mode == "each" else (message,):
             unit.arrives = listener.collective(
                 "all_gather", unit.name, axis, nbytes, group, before, nbytes
             )
@@ -204,7 +237,8 @@ class PlannedExecutor:
             unit.staged = staging
         elif stages:
             done = (unit.arrives,)
-            unit.arrives = listener.copy("copy-out", unit.name, "gather", 2 * sizes.full, done)
+            moved = staging + sizes.full
+            unit.arrives = listener.copy("copy-out", unit.name, "gather", moved, done)
             listener.hold("temporary", -staging)
             self._return(unit, "staging")
 
@@ -214,7 +248,7 @@ class PlannedExecutor:
         unit.arrives = -1
         if unit.staged:
             self._allocate(unit)
-            listener.copy("copy-out", unit.name, COMPUTE, 2 * unit.sizes.full)
+            listener.copy("copy-out", unit.name, COMPUTE, unit.staged + unit.sizes.full)
             listener.hold("temporary", -unit.staged)
             self._return(unit, "staging")
             unit.staged = 0
@@ -267,7 +301,8 @@ class PlannedExecutor:
             unit.held_grads = 0
 
     def pack(self, unit: PlannedUnit, into_sums: bool, passes: bool) -> PlannedReduction:
-        listener, slot, grads = self.listener, unit.sizes.slot, unit.grads
+        listener, sizes, grads = self.listener, unit.sizes, unit.grads
+        slot = sizes.slot if passes and unit.shard_ranks > 1 else sizes.held_slot
         listener.engine_work("reduce", unit.name)
         self._let_placed_go(unit)
         listener.hold("slots", 0 if into_sums else slot)
@@ -298,19 +333,66 @@ class PlannedExecutor:
         unit = reduction.unit
         if unit.shard_ranks == 1:
             return
-        rows = unit.sizes.rows
+        rows, slot, ranks = unit.sizes.rows, unit.sizes.slot, unit.shard_ranks
         self.listener.hold("slots", 0 if into_sums else rows)
-        self._collective(
-            reduction, "reduce_scatter", "scatter", "shard", unit.sizes.slot, unit.shard_ranks, rows
-        )
         loan = None if into_sums else self._take(unit, "rows", rows, "scatter")
+        if unit.sizes.exchanges:
+            sent = 0 if reduction.held.content == slot else slot
+            self._prepare_exchange(reduction, sent, slot, "scatter")
+            if sent:
+                self._copy(reduction, "cast", "scatter", reduction.held.content + sent)
+            self._collective(reduction, "all_to_all", "scatter", "shard", slot, ranks, slot)
+        else:
+            self._collective(reduction, "reduce_scatter", "scatter", "shard", slot, ranks, rows)
         reduction.held = Held(rows, into_sums, loan)
+        if self.ordered:
+            self._end_exchange(reduction)
+
+    def _prepare_exchange(
+        self, reduction: PlannedReduction, sent: int, received: int, lane: str
+    ) -> None:
+        """Memory for what goes out, where that is no slot that is there already, and comes in."""
+        unit, reduction.exchanged = reduction.unit, sent + received
+        self.listener.hold("slots", reduction.exchanged)
+        loans = [self._take(unit, "sent", sent, lane)] if sent else []
+        reduction.loans = (*loans, self._take(unit, "received", received, lane))
+
+    def _end_exchange(self, reduction: PlannedReduction) -> None:
+        """Add what came, if something did, and let its memory go."""
+        if not reduction.exchanged:
+            return
+        unit = reduction.unit
+        self._copy(reduction, "sum", "scatter", unit.sizes.slot + unit.sizes.rows)
+        self._drop_exchange(reduction)
+
+    def _drop_exchange(self, reduction: PlannedReduction) -> None:
+        self.listener.hold("slots", -reduction.exchanged)
+        for loan in reduction.loans:
+            if self.lives is not None and loan is not None:
+                self.lives.give(loan)
+        reduction.exchanged, reduction.loans = 0, ()
 
     def all_reduce(self, reduction: PlannedReduction) -> None:
         unit, rows = reduction.unit, reduction.unit.sizes.rows
-        self._collective(
-            reduction, "all_reduce", "replica", unit.replicas_axis, rows, unit.replicas, 0
-        )
+        axis, ranks = unit.replicas_axis, unit.replicas
+        if not unit.sizes.exchanges:
+            self._collective(reduction, "all_reduce", "replica", axis, rows, ranks, 0)
+            return
+        message = unit.sizes.exchanged_rows(ranks)
+        self._prepare_exchange(reduction, message, message, "replica")
+        self._copy(reduction, "cast", "replica", rows + message)
+        self._collective(reduction, "all_to_all", "replica", axis, message, ranks, message)
+        self._wait_on_host(reduction)
+        self._copy(reduction, "sum", "replica", message + (rows + message) // ranks)
+        self._collective(reduction, "all_gather", "replica", axis, message, ranks, message)
+        self._wait_on_host(reduction)
+        self._copy(reduction, "cast", "replica", message + rows)
+        self._drop_exchange(reduction)
+
+    def _wait_on_host(self, reduction: PlannedReduction) -> None:
+        if not self.ordered:
+            self.listener.join(reduction.pending)
+            reduction.pending = None
 
     def _collective(
         self,
@@ -363,6 +445,7 @@ class PlannedExecutor:
     def join(self, reduction: PlannedReduction) -> None:
         self.listener.join(reduction.pending)
         reduction.pending = None
+        self._end_exchange(reduction)
 
     def hold(self, reduction: PlannedReduction) -> None:
         reduction.freed = reduction.last

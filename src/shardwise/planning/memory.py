@@ -49,10 +49,11 @@ class SentBytes:
     all_gather: float
     reduce_scatter: float
     all_reduce: float
+    all_to_all: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.all_gather + self.reduce_scatter + self.all_reduce
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
 
 
 class Counter:
@@ -161,7 +162,8 @@ def count_kept(plan: Plan, micro_batches: int = 1) -> KeptBytes:
 def count_sent(plan: Plan, micro_batches: int = 1) -> SentBytes:
     """Bytes one rank sends per step of `micro_batches`."""
     sent = count_step(plan, micro_batches)[0].sent
-    return SentBytes(sent["all_gather"], sent["reduce_scatter"], sent["all_reduce"])
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    return SentBytes(*(sent[kind] for kind in kinds))
 
 
 def explain(plan: Plan, micro_batches: int = 1) -> str:
@@ -185,6 +187,8 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
     lines.append(
         f"  {count:,} parameters in {len(plan.units)} units; kept as {_name(own)}, computed in "
         f"{_name(compute)}, reduced in {_name(reduce)}"
+        + (f", added in {plan.sum_dtype}" if plan.sum_dtype else "")
+        + (f", gathered as {plan.gather_dtype}" if plan.gather_dtype else "")
     )
     kept_whole = [p for unit in plan.units if unit.whole for p in unit.parameters]
     if kept_whole:
@@ -207,6 +211,8 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         ("", "reduce-scatter", sent.reduce_scatter),
         ("", "all-reduce", sent.all_reduce),
     ]  # fmt: skip
+    if sent.all_to_all:
+        table.append(("", "all-to-all", sent.all_to_all))
     width = max(len(head) for head, _, _ in table)
     lines += [f"  {head:<{width}}  {what:<34} {show_bytes(n):>12}" for head, what, n in table]
     if plan.memory == "arena":

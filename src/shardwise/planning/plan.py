@@ -17,12 +17,16 @@ from shardwise.checked import Reader, keys_of
 from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name
 from shardwise.errors import nearest
 from shardwise.planning import memory
+from shardwise.planning.blocks import CODES
 from shardwise.planning.settings import Settings, parse_mesh
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
 from shardwise.planning.units import BUCKET_BYTES, MIB, Cut, Whole, cut_buckets, cut_units
 from shardwise.schedule.policy import Policy, UnitPolicy
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+
+SUMS = ("float32",)  # wider than what travels, and exact enough for sums over thousands of ranks
 
 
 def find_dtype(name: str | None) -> torch.dtype | None:
@@ -34,6 +38,12 @@ def cast_dtypes(
 ) -> tuple[torch.dtype, torch.dtype]:
     """What parameters of the dtype `own` are computed and reduced in. Integers are never cast."""
     return (compute or own, reduce or own) if own.is_floating_point else (own, own)
+
+
+def sums_in(travels: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """What gradients are added in: as they travel, or as asked where that is wider."""
+    wider = asked is not None and travels.is_floating_point and travels.itemsize < asked.itemsize
+    return cast(torch.dtype, asked) if wider else travels
 
 
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
@@ -59,6 +69,8 @@ class Plan:
 
     compute_dtype: str | None = None  # None: the parameters' own
     reduce_dtype: str | None = None  # None: the parameters' own
+    # None: as they travel; float32: gradients that travel as 16 bits are added in 32
+    sum_dtype: str | None = None
     output_dtype: str | None = None  # None: leave the model's output alone
 
     reduce: str = "bucketed"  # ddp only: naive, flat, overlap, bucketed
@@ -70,10 +82,16 @@ class Plan:
     # None: the root unit only; True: all; False: none; k: each rank keeps 1/k and gathers in groups
     # of k ranks
     keep_after_forward: bool | int | None = None
+    # So many units at the model's end stay gathered from forward to backward, which begins there
+    keep_last: int = 0
     unused: str = "zeros"  # parameters used on some ranks only: zeros elsewhere, or an error
     gather: str = (
         "auto"  # packed, grouped, each; auto: what measured best for the backend and the sizes
     )
+
+    # None: full parameters travel as they are computed with; a dtype of 8 bits: as codes in blocks
+    # with a scale each
+    gather_dtype: str | None = None
 
     memory: str = "allocator"  # of what a step takes: torch's allocator, or one "arena"
 
@@ -98,10 +116,12 @@ class Plan:
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, field) is not None:
                 self._check_choice(field, tuple(DTYPES))
+        self._check_sum()
         for field, least in (
             ("forward_prefetch", 0),
             ("backward_prefetch", 0),
             ("reduce_depth", 1),
+            ("keep_last", 0),
         ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -127,11 +147,23 @@ class Plan:
             )
         self._check_mesh()
         self._check_keep()
+        self._check_gather()
 
     def _check_choice(self, field: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, field)
         if value not in choices:
             raise ValueError(f"Plan.{field} is {value!r}{nearest(str(value), choices)}")
+
+    def _check_sum(self) -> None:
+        if self.sum_dtype is None:
+            return
+        self._check_choice("sum_dtype", SUMS)
+        if self.reduce_dtype in ("float32", "float64"):
+            raise ValueError(
+                f"Plan.sum_dtype={self.sum_dtype!r} is for gradients that travel as 16 bits, but "
+                f"reduce_dtype is {self.reduce_dtype!r}; set reduce_dtype='bfloat16', or leave "
+                "sum_dtype out"
+            )
 
     def _check_whole(self) -> None:
         if isinstance(self.whole, list):
@@ -163,6 +195,15 @@ class Plan:
 
     def _check_keep(self) -> None:
         keep = self.keep_after_forward
+        if self.keep_last and self.strategy.parameters != "shard":
+            raise ValueError(
+                f"Plan.keep_last={self.keep_last} needs parameters that are freed after forward; "
+                f"{self.title} keeps them anyway"
+            )
+        if self.keep_last and (keep is True or not (keep is None or isinstance(keep, bool))):
+            raise ValueError(
+                f"Plan.keep_last={self.keep_last} with keep_after_forward={keep}: give one of them"
+            )
         if keep is None or isinstance(keep, bool):
             return
         if self.strategy.parameters != "shard":
@@ -175,6 +216,21 @@ class Plan:
                 f"Plan.keep_after_forward is {keep!r}, expected true, false, or a group size that "
                 "divides "
                 f"the shard axis of {self.shard} (more than 1, less than {self.shard})"
+            )
+
+    def _check_gather(self) -> None:
+        if self.gather_dtype is None:
+            return
+        self._check_choice("gather_dtype", tuple(CODES))
+        if self.strategy.parameters != "shard":
+            raise ValueError(
+                f"Plan.gather_dtype={self.gather_dtype!r} is for parameters that are gathered "
+                f"in every pass; {self.title} keeps them whole: use zero3, or leave it out"
+            )
+        if self.gather not in ("auto", "packed"):
+            raise ValueError(
+                f"Plan.gather={self.gather!r} with gather_dtype={self.gather_dtype!r}: codes "
+                "are always packed; leave gather out"
             )
 
     @classmethod
@@ -194,6 +250,7 @@ class Plan:
         bucket_bytes: units smaller than this are merged (by default the strategy's own size).
         compute_dtype: of gathered parameters, and so of compute (the parameters' own).
         reduce_dtype: of gradients while they are reduced (the parameters' own).
+        sum_dtype: "float32": gradients that travel as 16 bits are added in 32 (as they travel).
         output_dtype: of the model's output (left alone).
         reduce: ddp only, how gradients are grouped: naive, flat, overlap, bucketed.
         sync: when gradients are reduced over micro-batches: each; scatter_each_reduce_last, where
@@ -202,6 +259,8 @@ class Plan:
         reduce_depth: reductions in flight before backward waits for the oldest (1).
         keep_after_forward: what stays gathered after forward: None, the root unit; True, all;
             False, nothing; k, each rank keeps 1/k and gathers among k ranks.
+        keep_last: so many units at the model's end (or all) stay gathered as well (0): backward
+            needs them first, and they are not gathered again.
         unused: a parameter that only some ranks used: "zeros" from the others, or an "error".
         average: divide the sums of gradients by the number of ranks (False: the loss does).
         whole: name patterns of parameters that every rank keeps whole, their gradients all-reduced.
@@ -210,6 +269,8 @@ class Plan:
             half as many rows as there are ranks: cut, they would be mostly padding.
         memory: of full parameters, staging and reduces: from torch's "allocator", or one "arena"
             laid out after the second step.
+        gather_dtype: "float8_e4m3fn" or "int8": full parameters of two dims and more travel as 8
+            bits, in blocks with a scale each (zero3; the master stays as it is).
         gather: packed, grouped, each; auto is what measured best for the backend and the sizes.
         """
         settings = cast(dict[str, Any], given)
@@ -218,7 +279,7 @@ class Plan:
         for key in settings:
             if key not in known:
                 raise ValueError(f"Plan has no setting {key!r}{nearest(key, sorted(known))}")
-        for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
+        for field in ("compute_dtype", "reduce_dtype", "sum_dtype", "output_dtype", "gather_dtype"):
             if isinstance(settings.get(field), torch.dtype):
                 settings[field] = dtype_name(settings[field])
         if isinstance(settings.get("whole"), str):
@@ -268,12 +329,20 @@ class Plan:
             may_grow=False,
         )
 
-    def unit_policy(self, is_root: bool) -> UnitPolicy:
+    @property
+    def freed_units(self) -> list[str]:
+        """Units that are freed after forward unless a setting keeps them, in the model's order."""
+        units = self.require_units()
+        return [unit.name for unit in units if unit.modules != ("",) and not unit.whole]
+
+    def unit_policy(self, is_root: bool, name: str = "") -> UnitPolicy:
         """What the schedule is told of one unit. The root is needed again right after forward, so
         it is kept unless nothing is.
         """
         keep = self.keep_after_forward
         keeps = keep is not False if is_root else keep or False
+        if self.keep_last and not is_root and name in self.freed_units[-self.keep_last :]:
+            keeps = True
         return UnitPolicy(keep=keeps, stays_shown=is_root)
 
     @property
@@ -291,6 +360,10 @@ class Plan:
         master = getattr(torch, own)
         compute, reduce = find_dtype(self.compute_dtype), find_dtype(self.reduce_dtype)
         return master, *cast_dtypes(master, compute, reduce)
+
+    def sum_dtype_of(self, own: str) -> torch.dtype:
+        """What the gradients of such parameters are added in."""
+        return sums_in(self.dtypes(own)[2], find_dtype(self.sum_dtype))
 
     def resolve(self, model: nn.Module) -> Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan

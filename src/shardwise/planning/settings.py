@@ -21,6 +21,7 @@ class Settings(TypedDict, total=False):
     bucket_bytes: int | None
     compute_dtype: str | torch.dtype | None
     reduce_dtype: str | torch.dtype | None
+    sum_dtype: str | torch.dtype | None
     output_dtype: str | torch.dtype | None
     reduce: str
     sync: str
@@ -28,11 +29,13 @@ class Settings(TypedDict, total=False):
     backward_prefetch: int
     reduce_depth: int
     keep_after_forward: bool | int | None
+    keep_last: int
     unused: str
     average: bool
     whole: str | Sequence[str]
     whole_below: int | None
     gather: str
+    gather_dtype: str | torch.dtype | None
     memory: str
 
 

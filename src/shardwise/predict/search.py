@@ -304,9 +304,11 @@ class _Search:
 
     def refine(self, candidate: Candidate) -> None:
         """Improve one setting after the other, as long as each is worth it."""
-        best = candidate
+        best, all_fit = candidate, False
         for name, values in self._settings(candidate):
             for value in values:
+                if name == "keep_last" and all_fit:
+                    break  # more of them fit, and were judged
                 plan = dataclasses.replace(best.plan, units=None)
                 changed = {name: value}
                 if name == "prefetch":
@@ -318,6 +320,7 @@ class _Search:
                 tried = self.consider(plan, best.workload)
                 if tried is None:
                     continue
+                all_fit |= value is True or name == "keep_last"
                 if tried.step_ms < best.step_ms * (1 - WORTH):
                     best = tried
                 else:  # not worth it, so it does not belong in the ranking
@@ -335,6 +338,10 @@ class _Search:
             node = self.cluster.ranks_per_node
             pieces = (node,) if node and node < plan.shard and plan.shard % node == 0 else ()
             settings.append(("keep_after_forward", (True, *pieces)))
+            # From many to few: of those that the memory left allows the first is the best.
+            count = len(plan.freed_units)
+            some = sorted({count * eighths // 8 for eighths in range(1, 8)} - {0}, reverse=True)
+            settings.append(("keep_last", tuple(some)))
             settings.append(("prefetch", (2, 3)))
             settings.append(("bucket_bytes", (2 * largest, 4 * largest)))
         else:

@@ -12,6 +12,7 @@ _COLLECTIVES = (
     ("reduce_scatter", "reduce-scatter"),
     ("scatter", "reduce-scatter"),
     ("all_reduce", "all-reduce"),
+    ("all_to_all", "all-to-all"),
     ("reduce", "all-reduce"),
 )
 

@@ -43,7 +43,7 @@ def planned_bytes(
     spans: Sequence[Span], plan: Mapping[str, Any], micro_batches: int
 ) -> list[int | None]:
     """The same as the plan has them: a gather moves the unit in the compute dtype, a reduce in the
-    reduce dtype. Several calls in one micro-batch share the unit.
+    reduce dtype, codes a byte for each element. Several calls in one micro-batch share the unit.
     """
     sizes = _unit_sizes(plan)
     calls = Counter(_key_of(span) for span in spans if span.role == "transfer")
@@ -63,11 +63,14 @@ def _unit_sizes(plan: Mapping[str, Any]) -> dict[tuple[str, str], int]:
         gathered = reduced = 0
         for parameter in unit["parameters"]:
             numel, own = prod(parameter["shape"]), parameter["dtype"]
-            gathered += numel * ITEMSIZES.get(plan.get("compute_dtype") or own, 4)
+            coded = plan.get("gather_dtype") and len(parameter["shape"]) > 1
+            size = ITEMSIZES.get(plan.get("compute_dtype") or own, 4)
+            gathered += numel + numel // 64 if coded else numel * size
             if parameter.get("trainable", True):
                 reduced += numel * ITEMSIZES.get(plan.get("reduce_dtype") or own, 4)
         found["all-gather", unit["name"]] = gathered
         found["reduce-scatter", unit["name"]] = reduced
+        found["all-to-all", unit["name"]] = reduced
         found["all-reduce", unit["name"]] = reduced // shard
     return found
 

@@ -246,4 +246,30 @@ examples:
 """,
     document="buckets",
 )
-BENCHMARKS = (STEP, PEERS, GROWTH, GATHER, ATTENTION, PROFILE, ACCURACY, CAP)
+BYTES = Benchmark(
+    "bytes",
+    "fewer bytes on the wire: loss curves, bytes, and steps over a slow network",
+    "Trains a small model plain and with each way to send fewer bytes, counts what a step of the\n"
+    "reference model sends, and on a CUDA device times steps over an emulated 50 GB/s.",
+    "levers",
+    (
+        *ROWS,
+        list_names("--parts", "part", ("bytes", "curve", "step")),
+        count("--steps", 300, "that each run learns; default: %(default)s"),
+    ),
+    """\
+parts:
+  bytes   counted by the schedule: one rank of 8, the reference model of 0.95 B parameters
+  curve   two gloo ranks, the built-in corpus, three seeds plain and with each lever. A lever is
+          `inside` if its mean curve is no farther from the plain one than the seeds' standard
+          deviation, both over the second half; `beyond`: points outside of all plain seeds
+  step    GPU, one rank of an emulated group of 8 at 50 GB/s: torch's fully_shard, ours plain, ours
+          with each lever, in turn. Skipped without a CUDA device
+
+examples:
+  shardwise bench bytes --json bytes.json --plot bytes.svg
+  shardwise bench bytes --parts step --json bytes.json --resume
+  shardwise bench bytes --quick
+""",
+)
+BENCHMARKS = (STEP, PEERS, GROWTH, GATHER, ATTENTION, PROFILE, ACCURACY, CAP, BYTES)

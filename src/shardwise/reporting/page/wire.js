@@ -1,7 +1,7 @@
 // Message size against bandwidth: the curve of the cluster, and this run's messages on it.
 "use strict";
 
-const WIRE = { "all-gather": "compute", "reduce-scatter": "transfer", "all-reduce": "waiting" };
+const WIRE = { "all-gather": "compute", "reduce-scatter": "transfer", "all-reduce": "waiting", "all-to-all": "transfer" };
 
 function drawWire() {
   const found = section("wire", "Message size and bandwidth",
@@ -59,7 +59,7 @@ function paintWire(chart, lines, points) {
   const { ctx } = chart, ratio = devicePixelRatio || 1;
   ctx.save();
   ctx.lineWidth = 1.5 * ratio;
-  const dashes = { "all-gather": [], "reduce-scatter": [7, 4], "all-reduce": [2, 3] };
+  const dashes = { "all-gather": [], "reduce-scatter": [7, 4], "all-reduce": [2, 3], "all-to-all": [7, 4] };
   for (const line of lines) {
     ctx.setLineDash((dashes[line.collective] || []).map(part => part * ratio));
     ctx.strokeStyle = colour(WIRE[line.collective] || "copy");
