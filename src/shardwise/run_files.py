@@ -3,6 +3,7 @@
 METRICS = "metrics.jsonl"  # one JSON object per logged step
 CONFIG = "config.toml"  # the resolved configuration
 PLAN = "plan.json"
+CHOICE = "choice.json"  # what `--plan auto` said of the plan, and what it took
 FACTS = "run.json"  # versions, world, device, what the plan explains
 TIMELINE = "timeline.json"  # one measured step of every rank, with memory by role (a Timeline)
 PREDICTED = "predicted.json"  # the same step as the plan's simulation has it (a Timeline)
@@ -15,5 +16,6 @@ CHECKPOINTS = "checkpoints"  # a folder of them, as `sw.save` makes it
 # A timeline's label `timing`: whether the step that it shows paid for its trace.
 TRACED, UNTRACED = "traced", "untraced"
 FILES = (
-    METRICS, CONFIG, PLAN, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, KERNELS, TRACE, REPORT,
+    METRICS, CONFIG, PLAN, CHOICE, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, KERNELS, TRACE,
+    REPORT,
 )  # fmt: skip

@@ -93,7 +93,7 @@ class Compared:
 
     def to_dict(self) -> dict[str, Any]:
         names = ("step_ms", "peak_bytes", "exposed_ms", "load")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"cores": os.cpu_count() or 1}
 
     def __str__(self) -> str:
         said = self.foreseen
