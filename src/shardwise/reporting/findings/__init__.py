@@ -21,4 +21,6 @@ def find_in(run: Run) -> list[Finding]:
         )  # fmt: skip
     else:
         found = [*find_in_metrics(run), *([told] if told else [])]
-    return sorted(found, key=lambda finding: not (finding is told and finding.urgent))
+    if told is not None and told.urgent:
+        found = [told, *(finding for finding in found if finding is not told)]
+    return found
