@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import random
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.calibration import search
+from shardwise.calibration import search, training
 from shardwise.emulation.run import fake_group
 from shardwise.engine import api
 from shardwise.engine.engine import engine_of
@@ -27,6 +28,7 @@ from shardwise.predict.foresight import Foresight
 from shardwise.reporting.findings import find_in
 from shardwise.reporting.run import Run, read_run
 from shardwise.timeline import Span, Timeline
+from shardwise.trainer.config import PlanConfig, TrainConfig
 from tests.ranks import Ranks
 
 
@@ -228,3 +230,52 @@ def test_what_is_said_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "choice.json").write_text('{"foreseen": {"step_ms": "fast"}}')
     with pytest.raises(UserError, match=r"foreseen\.step_ms is 'fast', expected a number"):
         read_run(tmp_path)
+
+
+def test_the_trainer_chooses_compares_and_goes_on_under_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(search, "TRIED", 1)
+    monkeypatch.setenv("SHARDWISE_WATCH", "0")
+    for name, value in ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    out = tmp_path / "run"
+    out.mkdir()
+
+    def train(steps: int, **run: object) -> str:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        config = TrainConfig.from_dict(
+            {
+                "model": {"vocab": 256, "d_model": 32, "d_ff": 64, "layers": 2, "heads": 2},
+                "data": {"batch": 2, "seq": 16},
+                "plan": {"strategy": "auto"},
+                "run": {"steps": steps, "out": str(out), "save_every": 12, "compare_after": 10,
+                        **run},
+            }
+        )  # fmt: skip
+        training.train(config.to_toml())
+        return capsys.readouterr().out
+
+    told = train(12)
+    assert "trying " in told and "chosen: " in told and "after 10 steps: a step takes" in told
+    plan = Plan.from_json((out / "plan.json").read_text())
+    choice = json.loads((out / "choice.json").read_text())
+    assert choice["foreseen"]["plan"] == plan.title and choice["taken"]["step_ms"] > 0
+    again = train(14, resume="auto")
+    assert f"the plan stays: {plan.title}" in again and "trying " not in again
+    assert "too few steps to compare" in again
+    assert Plan.from_json((out / "plan.json").read_text()) == plan
+    run = read_run(out)
+    assert run.facts["resumed_after"] == [12] and "taken" not in run.choice
+
+
+def test_auto_leaves_no_setting_that_it_chooses() -> None:
+    with pytest.raises(UserError, match=r"auto, which chooses plan\.mesh by itself"):
+        PlanConfig("auto", {"mesh": 2, "compute_dtype": "bfloat16"})
+    assert PlanConfig("auto", {"compute_dtype": "bfloat16"}).is_auto

@@ -152,7 +152,7 @@ class Ranks:
             mine = _Failure.of(error)
             del error
         finally:
-            gc.collect()
+            gc.collect()  # what was tried, and its connections
             if self.device.type == "cuda":
                 footprint.free_device()
         everybody = self.exchange(mine)

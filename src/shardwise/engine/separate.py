@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
 import threading
 import traceback
@@ -48,7 +47,7 @@ class _Breakable:
 def separate_world() -> Iterator[None]:
     """The same ranks in a world of their own while it is open, whose groups and agreements nobody
     meets again, so that something may fail in it. A rank that leaves it by an error closes its
-    connections, and those who wait for it get an error too.
+    connections, as soon as nothing of it is referred to, and those who wait for it get an error.
     """
     outside = dist.group.WORLD
     if outside is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
@@ -95,4 +94,3 @@ def separate_world() -> Iterator[None]:
         while groups:
             PerWorld.forget(groups[-1])
             dist.destroy_process_group(groups.pop())
-        gc.collect()
