@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,13 @@ def choose_for(
             else:
                 ranking = measured(ranking, tried, cluster, say, attempt=attempt)
         foresight = Foresight.of(ranking)
-        for line in (*foresight.why, *(f"note: {note}" for note in ranking.notes)):
+        notes, cores = list(ranking.notes), os.cpu_count() or 1
+        if ranks.device.type == "cpu" and foresight.load > cores + 1:
+            notes.append(
+                f"this machine is busy ({foresight.load:.1f} processes want {cores} cores), so "
+                "steps may take another time than they did when they were tried"
+            )
+        for line in (*foresight.why, *(f"note: {note}" for note in notes)):
             say(line)
         return dataclasses.replace(ranking[0].plan, units=None), foresight
 

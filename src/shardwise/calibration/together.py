@@ -37,6 +37,7 @@ from shardwise.watch.hub import LOST_PEER
 Value = TypeVar("Value")
 Attempt = Callable[[Plan, Workload], Trial]
 MOST_STEPS = 50  # of a trial, that are timed
+HOST_TIMED_S = 2.0  # on a CPU, whose ranks share it with others
 
 
 class TrialFailed(Exception):
@@ -188,7 +189,7 @@ class Ranks:
             once = self._slowest(timer(step).step_ms) / 1e3
             if cuda:
                 timing.repeat(step, timer, _count(WARM_S, once))
-            samples = timing.repeat(step, timer, _count(TIMED_S, once))
+            samples = timing.repeat(step, timer, _count(TIMED_S if cuda else HOST_TIMED_S, once))
             if cuda:
                 allocated, reserved = footprint.peaks_on_cuda(step)
                 del step
