@@ -13,6 +13,7 @@ KERNELS = "kernels.json"  # the traced step's kernels, or a host's operators, by
 TRACE = "trace.json"  # the measured step for Perfetto and chrome://tracing
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"  # a folder of them, as `sw.save` makes it
+MISS = 0.1  # of what CHOICE says of a step or of memory: a difference above it is a miss
 # A timeline's label `timing`: whether the step that it shows paid for its trace.
 TRACED, UNTRACED = "traced", "untraced"
 FILES = (

@@ -10,8 +10,7 @@ from typing import Any
 
 from shardwise.planning.plan import Plan
 from shardwise.predict.ranking import MEMORY_MARGIN, WORTH, Candidate, Ranking, show_gb
-
-MISS = 0.1  # of what was said: a difference above it is a miss
+from shardwise.run_files import MISS
 
 
 @dataclass(frozen=True)

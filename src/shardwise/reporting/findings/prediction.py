@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.predict.foresight import MISS
 from shardwise.reporting.findings.finding import Finding
 from shardwise.reporting.formats import name_part, name_units, show_bytes, show_share, show_time
 from shardwise.reporting.queries import compute_by_unit, exposed_by_unit, spans_of
 from shardwise.reporting.run import Run
+from shardwise.run_files import MISS
 from shardwise.timeline import Timeline
 
 APART = 0.1  # of the prediction: a difference worth a sentence
