@@ -17,8 +17,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY) ## train a tiny model on two local ranks and write its report
-	$(BIN)/shardwise train --plan zero3 --nproc 2 --steps 60 --profile 3 --out demo-run --overwrite
+demo: $(READY) ## try plans on two local ranks, train a tiny model under the best, write its report
+	$(BIN)/shardwise train --plan auto --nproc 2 --steps 60 --profile 3 --out demo-run --overwrite
 	$(BIN)/shardwise report demo-run
 
 test: $(READY) ## run all tests

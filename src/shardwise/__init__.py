@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from shardwise import processor
 
 if TYPE_CHECKING:
+    from shardwise.calibration.auto import compare, shard
     from shardwise.calibration.search import plan, search
     from shardwise.checkpoint import CheckpointError, save
-    from shardwise.engine.api import exposed_seconds, local, shard
+    from shardwise.engine.api import exposed_seconds, local
     from shardwise.engine.capture import capture
     from shardwise.engine.clip import clip_grad_norm
     from shardwise.engine.collectives import record
@@ -53,6 +54,7 @@ _HOMES = {
     "broadcast": "engine.state",
     "capture": "engine.capture",
     "clip_grad_norm": "engine.clip",
+    "compare": "calibration.auto",
     "compile": "graph.compile",
     "describe": "predict.describe",
     "exposed_seconds": "engine.api",
@@ -70,7 +72,7 @@ _HOMES = {
     "report": "reporting.report",
     "save": "checkpoint",
     "search": "calibration.search",
-    "shard": "engine.api",
+    "shard": "calibration.auto",
     "sharded_step": "engine.grouped_step",
     "share_comm_ctx": "fsdp2",
     "simulate": "predict.simulate",
@@ -89,6 +91,7 @@ __all__ = [
     "broadcast",
     "capture",
     "clip_grad_norm",
+    "compare",
     "compile",
     "describe",
     "exposed_seconds",

@@ -3,6 +3,7 @@
 METRICS = "metrics.jsonl"  # one JSON object per logged step
 CONFIG = "config.toml"  # the resolved configuration
 PLAN = "plan.json"
+CHOICE = "choice.json"  # what `--plan auto` said of the plan, and what it took
 FACTS = "run.json"  # versions, world, device, what the plan explains
 TIMELINE = "timeline.json"  # one measured step of every rank, with memory by role (a Timeline)
 PREDICTED = "predicted.json"  # the same step as the plan's simulation has it (a Timeline)
@@ -12,8 +13,10 @@ KERNELS = "kernels.json"  # the traced step's kernels, or a host's operators, by
 TRACE = "trace.json"  # the measured step for Perfetto and chrome://tracing
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"  # a folder of them, as `sw.save` makes it
+MISS = 0.1  # of what CHOICE says of a step or of memory: a difference above it is a miss
 # A timeline's label `timing`: whether the step that it shows paid for its trace.
 TRACED, UNTRACED = "traced", "untraced"
 FILES = (
-    METRICS, CONFIG, PLAN, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, KERNELS, TRACE, REPORT,
+    METRICS, CONFIG, PLAN, CHOICE, FACTS, TIMELINE, PREDICTED, MEMORY, MESSAGES, KERNELS, TRACE,
+    REPORT,
 )  # fmt: skip

@@ -179,7 +179,7 @@ def assemble(
     made = Device(
         name=where,
         memory_bytes=book.note(
-            "device.memory_bytes", _memory(device, ranks // hosts), "the system says"
+            "device.memory_bytes", memory_of_rank(device, ranks // hosts), "the system says"
         ),
         bandwidth_bytes_per_s=book.sample("device.bandwidth_bytes_per_s", found.copy),
         bandwidth_fraction=book.note("device.bandwidth_fraction", 1.0, "the rate was measured"),
@@ -286,7 +286,8 @@ def _make_level(
     )
 
 
-def _memory(device: str, ranks: int) -> float:
+def memory_of_rank(device: str, ranks: int) -> float:
+    """Bytes of a GPU, or of a host that so many ranks share."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory)
     try:

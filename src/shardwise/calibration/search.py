@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.calibration.trial import Program, can_try, try_plan
 from shardwise.description.cluster import Cluster
 from shardwise.description.model import ModelDescription
+from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.predict import search as predicted
@@ -84,24 +85,39 @@ def plan(
 
 
 def measured(
-    ranking: Ranking, program: Program, cluster: Cluster, tell: Tell, trace_on: str = "auto"
+    ranking: Ranking,
+    program: Program,
+    cluster: Cluster,
+    tell: Tell,
+    trace_on: str = "auto",
+    attempt: Callable[[Plan, Workload], Trial] | None = None,
 ) -> Ranking:
-    """The same Plans by what the best of them took here."""
-    why = can_try(cluster, ranking[0].plan.world)
+    """The same Plans by what the best of them took here.
+
+    `attempt` tries one on ranks that are there already; the first is then tried again, if what is
+    known of it is from an earlier day: it is what the run will be held against.
+    """
+    why = can_try(cluster, ranking[0].plan.world) if attempt is None else ""
     if why:
-        note = f"nothing was measured: {why}"
-        return dataclasses.replace(ranking, notes=(*ranking.notes, note))
+        return not_measured(ranking, why)
     notes: list[str] = []
     known = _Remembered(program, cluster, trace_on)
     tried: dict[int, Trial] = {}
     failed: set[int] = set()
+    fresh: set[int] = set()
 
-    def run(candidate: Candidate) -> None:
-        trial = known.find(candidate)
+    def run(candidate: Candidate, anew: bool = False) -> None:
+        trial = None if anew else known.find(candidate)
         if trial is None:
             tell(f"trying {candidate.title}")
+            fresh.add(id(candidate))
             try:
-                trial = try_plan(program, candidate.plan, candidate.workload, cluster)
+                if attempt is not None:
+                    trial = attempt(
+                        dataclasses.replace(candidate.plan, units=None), candidate.workload
+                    )
+                else:
+                    trial = try_plan(program, candidate.plan, candidate.workload, cluster)
             except UserError as error:
                 notes.append(f"{candidate.title} was not tried: {error}")
                 failed.add(id(candidate))
@@ -118,11 +134,22 @@ def measured(
             break
         run(first)  # what was learnt of the others puts it first
         found = _corrected(ranking, tried)
+    if attempt is not None and tried:
+        first = next(c for c, _ in found if id(c) in tried)
+        if id(first) not in fresh:
+            run(first, anew=True)
+            found = _corrected(ranking, tried)
+        # One that nobody ran is not chosen for what others taught of it.
+        found.sort(key=lambda pair: id(pair[0]) not in tried)
     return dataclasses.replace(
         ranking,
         candidates=tuple(better for _, better in found),
         notes=(*ranking.notes, *notes),
     )
+
+
+def not_measured(ranking: Ranking, why: str) -> Ranking:
+    return dataclasses.replace(ranking, notes=(*ranking.notes, f"nothing was measured: {why}"))
 
 
 def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidate, Candidate]]:
@@ -186,7 +213,10 @@ class _Remembered:
             device="cpu" if self._cluster.host.communicates else "cuda",
         )
         resolved, described = source.at(candidate.plan, candidate.workload)
-        text = repr((self._machine, self._cluster, candidate.workload, resolved, described.units))
+        text = repr(
+            (self._machine, self._cluster, candidate.workload, resolved, described.units)
+            + ((self._program.about,) if self._program.about else ())
+        )
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def find(self, candidate: Candidate) -> Trial | None:

@@ -37,7 +37,7 @@ from shardwise.emulation.networks import ClusterNetwork
 from shardwise.emulation.run import joined
 from shardwise.engine.api import local
 from shardwise.engine.engine import microbatches
-from shardwise.engine.torch_private import buffers_of, parameters_of
+from shardwise.engine.torch_private import buffers_of, compiled_call, parameters_of
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -62,6 +62,7 @@ class Program:
     model: Any
     inputs: Any = None
     loss: Any = None
+    about: str = ""  # what its step does beside training the model: another's trial is not its own
 
     def start(self, plan: Plan, workload: Workload, device: torch.device) -> Step:
         """The model under the Plan, on this rank; one whole training step of it."""
@@ -110,12 +111,17 @@ class Program:
                 built = build_on_host(built)  # it reads what it has just made
         shapes = {id(p): _shape_of(p) for p in built.parameters()}
         copied: nn.Module = copy.deepcopy(built, shapes)
+        for module, theirs in zip(copied.modules(), built.modules(), strict=True):
+            if compiled_call(theirs) is not None:
+                module.compile()  # which a copy is not
         return copied.train()
 
     def _call(self, model: nn.Module, workload: Workload, device: torch.device) -> Call:
         example = as_example(self.inputs, self.model)
         given = workload if example is None else example.sized(workload.micro_batch)
-        torch.manual_seed(1 + dist.get_rank())
+        torch.default_generator.manual_seed(1 + dist.get_rank())
+        if device.type == "cuda":
+            torch.cuda.manual_seed(1 + dist.get_rank())
         filled = pytree.tree_map(
             lambda value: with_values(value, device), tuple(as_arguments(model, given))
         )
@@ -207,7 +213,7 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
         raise UserError(f"{plan.title} ran out of memory when it was tried") from error
     finally:
         footprint.free_device()
-    return _sum_up(samples, allocated - left, reserved - held, "one rank, its network emulated")
+    return sum_up(samples, allocated - left, reserved - held, "one rank, its network emulated")
 
 
 def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connection) -> None:
@@ -222,12 +228,12 @@ def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connecti
     del step
     peak = footprint.peak_on_cpu(lambda: program.start(plan, workload, device))
     if dist.get_rank() == 0:
-        writer.send(_sum_up(slowest, peak, None, f"{plan.world} ranks, gloo"))
+        writer.send(sum_up(slowest, peak, None, f"{plan.world} ranks, gloo"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _sum_up(samples: list[Sample], peak: int, reserved: int | None, how: str) -> Trial:
+def sum_up(samples: list[Sample], peak: int, reserved: int | None, how: str) -> Trial:
     times = [sample.step_ms for sample in samples]
     return Trial(
         statistics.median(times),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Flags that are shorter names of configuration keys.
 _SHORTCUTS = {
-    "plan": ("plan.strategy", "NAME|FILE", "ddp, zero1, zero2, zero3, hsdp, or a plan.json"),
+    "plan": ("plan.strategy", "NAME|FILE", "ddp, zero1, zero2, zero3, hsdp, a plan.json, or auto"),
     "data": ("data.path", "FILE", "text, or .bin/.npy token ids; default: the built-in grammar"),
     "nproc": ("run.nproc", "N", "ranks to start on this machine"),
     "steps": ("run.steps", "N", "optimizer steps"),
@@ -31,6 +31,7 @@ _EXAMPLES = """\
 examples:
   shardwise train                                        a tiny model on this machine, one rank
   shardwise train --plan zero3 --nproc 2 --out run       two ranks, everything sharded
+  shardwise train --plan auto --nproc 2 --out run        the plan that is fastest here, by trials
   shardwise train --plan hsdp --nproc 4 --set plan.mesh=2x2
   shardwise train --plan hsdp --nproc 4 --set plan.mesh=2x2 --micro-batches 1,2/2,1 \\
       --set plan.sync=scatter_each_reduce_last       uneven replicas, which meet once in a step
@@ -126,7 +127,9 @@ def train(arguments: argparse.Namespace) -> None:
             _check_apart(config.run.resume, config.run.out)
         _claim_directory(config.run.out, overwrite=arguments.overwrite, resumes=resumes)
     try:
-        run_ranks("shardwise.trainer.loop:train", (config.to_toml(),), config.run.nproc)
+        # What chooses a plan stands above the trainer: it is asked only where one is to be chosen.
+        room = "calibration.training" if config.plan.is_auto else "trainer.loop"
+        run_ranks(f"shardwise.{room}:train", (config.to_toml(),), config.run.nproc)
     finally:
         if sys.stdout.isatty():
             # A rank that was ended while it drew the progress bar left the cursor hidden.

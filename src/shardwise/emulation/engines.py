@@ -178,7 +178,7 @@ def check_torch(plan: Plan) -> None:
 def _wrap_ours(
     model: nn.Module, plan: Plan, device: torch.device
 ) -> tuple[nn.Module, dict[str, Any]]:
-    shard(model, plan)
+    shard(model, plan, device if device.type == "cpu" else None)
     with warnings.catch_warnings():
         # torch's initialisers warn of DTensors on a host; `_fill` replaces what they draw.
         warnings.simplefilter("ignore", UserWarning)

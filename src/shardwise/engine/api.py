@@ -27,27 +27,33 @@ _ONE_WAY = (
 )
 
 
-def shard(model: nn.Module, plan: Plan) -> nn.Module:
+def shard(model: nn.Module, plan: Plan, device: torch.device | None = None) -> nn.Module:
     """Shard `model` in place as `plan` says, and return it. Parameter names stay; build the
-    optimizer afterwards.
+    optimizer afterwards. `device` is where it will be; default: where it is.
     """
-    for name, module in model.named_modules():
-        if is_sharded(module):
-            raise ValueError(
-                f"{_how_sharded(name, module)}; sw.shard takes a whole, unsharded model"
-            )
-    check_unplanned(model)
+    check_whole(model)
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan is a {type(plan).__name__}, expected a Plan (sw.Plan.of('zero3', mesh=8))"
+            f"plan is {plan!r:.40}, a {type(plan).__name__}, expected a Plan "
+            "(sw.Plan.of('zero3', mesh=8)), or 'auto'"
         )
-    device = find_device(model)
+    device = device or find_device(model)
     plan = plan.resolve(model)
     checks.check_plan(plan)
     mesh = mesh_of(plan, device)
     units = attach(model, plan, mesh)
     _start(model, plan, units, mesh)
     return model
+
+
+def check_whole(model: nn.Module) -> None:
+    """Error for a model of which something is sharded already."""
+    for name, module in model.named_modules():
+        if is_sharded(module):
+            raise ValueError(
+                f"{_how_sharded(name, module)}; sw.shard takes a whole, unsharded model"
+            )
+    check_unplanned(model)
 
 
 def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -250,9 +250,18 @@ class PerWorld(Generic[Value]):
     `destroy_process_group`. Ranks that are threads have a world each.
     """
 
+    _all: ClassVar[list[PerWorld[Any]]] = []
+
     def __init__(self) -> None:
         self._worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Value]]
         self._worlds = weakref.WeakKeyDictionary()
+        self._all.append(self)
+
+    @classmethod
+    def forget(cls, world: dist.ProcessGroup) -> None:
+        """Let go of all that was made in this world: a mesh keeps its groups, and so its key."""
+        for each in cls._all:
+            each._worlds.pop(world, None)
 
     def get(self, key: Any, make: Callable[[], Value]) -> Value:
         """The value of `key` in this world; made if nobody has asked for it yet."""

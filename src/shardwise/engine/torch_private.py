@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -360,7 +361,25 @@ def default_store() -> Any:
     """The store through which the ranks of this world met. Without it what ranks compare would go
     through the user's groups, among their collectives.
     """
-    return dist.distributed_c10d._get_default_store()
+    world = dist.group.WORLD
+    return _stores.get(world) or dist.distributed_c10d._get_default_store()
+
+
+_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def set_world(group: Any, store: Any = None) -> None:
+    """Let this group, of all ranks, be the one that torch.distributed's functions default to;
+    `store` is what ranks compare through there, if not the one that they meet through.
+    """
+    dist.distributed_c10d._update_default_pg(group)
+    if store is not None:
+        _stores[group] = store
+
+
+def open_groups() -> list[Any]:
+    """All process groups of this process, in the order in which they were made."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def in_process(store: Any) -> bool:

@@ -148,6 +148,19 @@ def time_on_cuda(step: Step) -> Sample:
     return _time(torch.cuda.synchronize, torch.cuda.synchronize, step)
 
 
+def time_together(on_cuda: bool) -> Timer:
+    """A timer for steps of all ranks of the world, which begin them together."""
+    settle = torch.cuda.synchronize if on_cuda else lambda: None
+    alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+
+    def begin() -> None:
+        if not alone:
+            dist.barrier()
+        settle()
+
+    return partial(_time, begin, settle)
+
+
 def timer_on(device: str) -> Timer:
     """The timer of steps of one process on this kind of device."""
     return time_on_cuda if device.startswith("cuda") else time_on_host(lambda: None)

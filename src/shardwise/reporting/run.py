@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.run_files import (
+    CHOICE,
     CONFIG,
     FACTS,
     KERNELS,
@@ -61,6 +62,12 @@ _FACTS = {
     "world?": int, "parameters?": _NUMBER, "flops_per_token?": _NUMBER, "peak_flops?": _NUMBER,
     "unigram_entropy?": _NUMBER, "plan_explanation?": str, "resumed_after?": [int],
 }  # fmt: skip
+_CHOICE = {
+    "foreseen": {"step_ms": _NUMBER, "peak_bytes": _NUMBER, "basis": str, "range_ms": [_NUMBER],
+                 "parts_ms": {}, "load": _NUMBER, "why": [str]},
+    "taken?": {"step_ms": _NUMBER, "peak_bytes?": _NUMBER, "exposed_ms?": _NUMBER, "load": _NUMBER,
+               "cores": int},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Run:
     metrics: tuple[dict[str, Any], ...] = ()
     config: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
+    choice: Mapping[str, Any] = field(default_factory=dict)  # as in choice.json
     facts: Mapping[str, Any] = field(default_factory=dict)
     timeline: Timeline | None = None
     predicted: Timeline | None = None
@@ -134,6 +142,7 @@ def read_run(directory: Path) -> Run:
         metrics=tuple(_read_rows(directory / METRICS)),
         config=_read_text(directory / CONFIG),
         plan=_read_object(directory / PLAN, _PLAN),
+        choice=_read_object(directory / CHOICE, _CHOICE),
         facts=_read_object(directory / FACTS, _FACTS),
         timeline=_read_timeline(directory / TIMELINE),
         predicted=_read_timeline(directory / PREDICTED),

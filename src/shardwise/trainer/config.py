@@ -77,11 +77,14 @@ class DataConfig:
         _check("data", self)
 
 
+_LEFT_OPEN = ("compute_dtype", "reduce_dtype", "budget_gb")  # that auto does not choose
+
+
 @dataclass(frozen=True)
 class PlanConfig:
     """A strategy with the plan's settings (checked by the plan itself), or a plan's JSON file."""
 
-    strategy: str = key("zero3", "ddp zero1 zero2 zero3 hsdp, or the path of a plan.json")
+    strategy: str = key("zero3", "ddp zero1 zero2 zero3 hsdp, the path of a plan.json, or auto")
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,6 +93,16 @@ class PlanConfig:
                 f"plan settings {', '.join(self.settings)} were given beside the plan file "
                 f"{self.strategy}: change them in the file, or name a strategy instead"
             )
+        chosen = [name for name in self.settings if name not in _LEFT_OPEN] if self.is_auto else []
+        if chosen:
+            raise UserError(
+                f"plan.strategy is auto, which chooses plan.{', plan.'.join(chosen)} by itself: "
+                f"leave it out, or name a strategy; beside auto go {', '.join(_LEFT_OPEN)}"
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        return self.strategy == "auto"
 
     @property
     def is_file(self) -> bool:
@@ -138,6 +151,9 @@ class RunConfig:
     )
     deterministic: bool = key(False, "only kernels that give the same bits in every run")
     compile: bool = key(False, "compile every block by torch.compile")
+    compare_after: ZeroOrMore = key(
+        30, "steps until auto's plan is compared with what was said of it; 0: never"
+    )
     capture: bool = key(False, "replay the step as a CUDA graph, where it can be captured")
 
     def __post_init__(self) -> None:
@@ -284,4 +300,5 @@ def describe_keys() -> str:
             shown = "" if default is None else f" ({default!r})"
             lines.append(f"  {f'{name}.{item.name}':<24}{item.metadata['help']}{shown}")
     lines.append(f"  {'plan.KEY':<24}any setting of a Plan: mesh=2x2, compute_dtype=bfloat16, ...")
+    lines.append(f"  {'':<24}beside auto: {' '.join(_LEFT_OPEN)}")
     return "\n".join(lines)

@@ -274,7 +274,9 @@ def _kept_by_rank(config: Any, nproc: int) -> int:
 
     with torch.device("meta"):
         model = LM(config.model.resolve(), config.data.seq, config.model.checkpoint)
-    kept = count_kept(build_plan(config.plan, model, nproc))
+    # Of auto the least: it takes what fits.
+    plan = type(config.plan)("zero3") if config.plan.is_auto else config.plan
+    kept = count_kept(build_plan(plan, model, nproc))
     return kept.at_once if torch.cuda.is_available() else kept.host_at_once
 
 

@@ -4,6 +4,7 @@ import hashlib
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,25 +16,31 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checked import read_text
 from shardwise.checkpoint.pieces import place_of
+from shardwise.checkpoint.talk import talk
 from shardwise.children import Stopped
 from shardwise.description.language_model import LM, Rope
 from shardwise.description.workload import row_of
 from shardwise.engine.torch_private import local_of
 from shardwise.errors import UserError
+from shardwise.predict.foresight import Foresight
+from shardwise.run_files import PLAN
 from shardwise.trainer.checkpoints import Checkpoints, Progress
 from shardwise.trainer.config import OptimConfig, PlanConfig, TrainConfig
 from shardwise.trainer.data import Corpus, open_corpus
+from shardwise.trainer.foreseen import Comparison, read_choice
 from shardwise.trainer.group import Member, join_group, memory_in_use, use_deterministic_kernels
 from shardwise.trainer.outputs import StepMetrics, open_log, write_facts
 from shardwise.trainer.step_profiler import StepProfiler
 from shardwise.trainer.stopping import StopNotice
 
 Batch = tuple[Tensor, Tensor]
+Choose = Callable[[TrainConfig, Corpus, Member], tuple[sw.Plan, Foresight]]
 _LOOK_EVERY = 10  # steps, at most, until ranks agree on whether to go on
 
 
-def train(config_toml: str) -> None:
-    """Train as the configuration says, as one rank of the process group it joins.
+def train(config_toml: str, choose: Choose | None = None) -> None:
+    """Train as the configuration says, as one rank of the process group it joins. `choose` finds
+    the plan where it says auto.
 
     On failure the group is left as it is: leaving it would wait for the other ranks.
     """
@@ -49,23 +56,68 @@ def train(config_toml: str) -> None:
     member = join_group(config.run)
     with StopNotice(member.rank) as notice:
         model = build_model(config, member)
-        plan = build_plan(config.plan, model, member.world)
-        spreads = model.spreads()
-        sharded = sw.shard(model, plan)
-        draw_weights(sharded, spreads, config.run.seed)
-        optimizer = build_optimizer(config.optim, sharded)
+        plan, foresight = find_plan(config, corpus, model, member, choose)
+        sharded, optimizer = _assemble(config, plan, model)
         checkpoints = Checkpoints(config, corpus, sharded, optimizer)
         progress = checkpoints.restore()
         if member.rank == 0:
             write_facts(config, plan, corpus, member, progress.step)
-        profiler = StepProfiler(config, sharded, plan, member, progress.step)
+        profiler = StepProfiler(config, sharded, plan, member, progress.step, foresight)
+        comparison = Comparison(config, plan, member, foresight, profiler, progress.step)
         training = _Training(
-            config, plan.mesh, corpus, member, sharded, optimizer, checkpoints, progress
+            config, plan.mesh, corpus, member, sharded, optimizer, checkpoints, progress, comparison
         )
         stopped = training.run(profiler, notice)
     dist.destroy_process_group()
     if stopped:
         raise Stopped(stopped)
+
+
+def find_plan(
+    config: TrainConfig, corpus: Corpus, model: nn.Module, member: Member, choose: Choose | None
+) -> tuple[sw.Plan, Foresight | None]:
+    """The plan that the configuration names; for auto that of the run that goes on, or a new one,
+    and what is said of it.
+    """
+    if not config.plan.is_auto:
+        return build_plan(config.plan, model, member.world), None
+    kept = talk().first("the plan of the run", lambda: read_choice(config, member.world))
+    if kept is not None:
+        if member.rank == 0:
+            print(f"the plan stays: {kept[0].title}, as {PLAN} of the run has it", flush=True)
+        plan, foresight = kept
+    elif choose is None:
+        raise UserError("plan.strategy is auto: `shardwise train` chooses the plan then")
+    else:
+        plan, foresight = choose(config, corpus, member)
+    return plan.resolve(model), foresight
+
+
+def _assemble(
+    config: TrainConfig, plan: sw.Plan, model: LM
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model under the plan with its first weights, and its optimizer."""
+    spreads = model.spreads()
+    sharded = sw.shard(model, plan)
+    draw_weights(sharded, spreads, config.run.seed)
+    return sharded, build_optimizer(config.optim, sharded)
+
+
+def rehearse(
+    config: TrainConfig, plan: sw.Plan, corpus: Corpus, member: Member
+) -> Callable[[], None]:
+    """What a run does in one step, of a model of its own."""
+    sharded, optimizer = _assemble(config, plan, build_model(config, member))
+    sizes, tokens = _sizes(config, plan.mesh, member), config.workload.tokens_on(plan.mesh)
+    take_step = sw.capture(_take_step) if config.run.capture else _take_step
+
+    def step() -> None:
+        batches = _draw_batches(config, sizes, corpus, 1, member)
+        loss_sum, _, _ = take_step(sharded, optimizer, batches, tokens, config.optim)
+        if config.run.log_every == 1:
+            _agree(loss_sum, False)
+
+    return step
 
 
 def build_model(config: TrainConfig, member: Member) -> LM:
@@ -189,6 +241,7 @@ class _Training:
     optimizer: torch.optim.Optimizer
     checkpoints: Checkpoints
     progress: Progress
+    comparison: Comparison
 
     def run(self, profiler: StepProfiler, notice: StopNotice) -> str:
         """Train all steps that are left. Every `log_every` of them, and the last, give a row of
@@ -196,11 +249,9 @@ class _Training:
         say so.
         """
         run, optim, progress = self.config.run, self.config.optim, self.progress
-        workload = self.config.workload
-        step_tokens = workload.tokens_on(self.mesh)
+        step_tokens = self.config.workload.tokens_on(self.mesh)
         take_step = sw.capture(_take_step) if run.capture else _take_step
-        row = row_of(self.member.rank, self.mesh, len(workload.sizes or ((),)))
-        sizes = [workload.size_of(row, micro) for micro in range(run.micro_batches)]
+        sizes = _sizes(self.config, self.mesh, self.member)
         logged, start, waited = progress.step, time.perf_counter(), sw.exposed_seconds(self.model)
         with open_log(Path(run.out), run.steps, self.member.rank, progress.step) as log:
             for step in range(progress.step + 1, run.steps + 1):
@@ -219,7 +270,9 @@ class _Training:
                 saves = run.save_every > 0 and (last or step % run.save_every == 0)
                 if not (logs or saves or step % _LOOK_EVERY == 0):
                     continue
-                loss, stops = _agree(loss_sum, notice)  # on cuda also waits for the step to end
+                loss, stops = _agree(
+                    loss_sum, notice.asked
+                )  # on cuda also waits for the step to end
                 loss /= step_tokens
                 now, waited_now = time.perf_counter(), sw.exposed_seconds(self.model)
                 elapsed = now - start
@@ -237,6 +290,7 @@ class _Training:
                 )
                 if logs:
                     log(metrics)
+                    self.comparison.add(metrics, logged + 1)
                     logged, start, waited = step, now, waited_now
                 if took:
                     self._check_finite(metrics)
@@ -277,9 +331,16 @@ class _Training:
         )
 
 
-def _agree(loss_sum: Tensor, notice: StopNotice) -> tuple[float, bool]:
+def _sizes(config: TrainConfig, mesh: tuple[int, int], member: Member) -> list[int]:
+    """Sequences of each micro-batch of this rank."""
+    workload = config.workload
+    row = row_of(member.rank, mesh, len(workload.sizes or ((),)))
+    return [workload.size_of(row, micro) for micro in range(config.run.micro_batches)]
+
+
+def _agree(loss_sum: Tensor, asked: bool) -> tuple[float, bool]:
     """The loss of all ranks, and in the same message whether any of them was told to end."""
-    both = torch.stack((loss_sum, loss_sum.new_tensor(float(notice.asked))))
+    both = torch.stack((loss_sum, loss_sum.new_tensor(float(asked))))
     dist.all_reduce(both)
     loss, told = both.tolist()
     return loss, told > 0

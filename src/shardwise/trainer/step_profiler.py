@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.description.cluster import Cluster
 from shardwise.description.language_model import LM
 from shardwise.errors import UserError
+from shardwise.predict.foresight import Foresight
 from shardwise.predict.step import StepOptions
 from shardwise.profiling.collect import NothingProfiled
 from shardwise.profiling.write import choose_cluster
@@ -28,10 +29,18 @@ class StepProfiler:
     """Profiles `run.profile` steps of the loop and writes their files beside the run's."""
 
     def __init__(
-        self, config: TrainConfig, model: nn.Module, plan: sw.Plan, member: Member, done: int = 0
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        plan: sw.Plan,
+        member: Member,
+        done: int = 0,
+        foresight: Foresight | None = None,
     ) -> None:
         """`done`: steps that the run had taken before it resumed; this process has to warm up."""
         self.config, self.model, self.plan, self.member = config, model, plan, member
+        self.foresight = foresight
+        self.peak_bytes: int | None = None  # of a rank, once it is known
         left = config.run.steps - done
         count = max(0, min(config.run.profile, left - 1))
         first = done + min(WARMUP, left - count) + 1
@@ -71,9 +80,13 @@ class StepProfiler:
         out, member = Path(self.config.run.out), self.member
         cluster = choose_cluster(member.device_name)
         self._measured.write(out, cluster)
+        if self._measured.timeline.memory:
+            self.peak_bytes = self._measured.timeline.peak().total
         if member.rank == 0 and cluster:
             try:
                 predicted = predict(self.config, self.plan, cluster, member.device.type)
+                if self.foresight is not None:
+                    predicted = as_tried(predicted, self.foresight)
                 (out / PREDICTED).write_text(predicted.to_json() + "\n", encoding="utf-8")
             except (ValueError, UserError, NotImplementedError) as error:
                 self._say(f"this step could not be predicted on {cluster}: {error}")
@@ -81,6 +94,17 @@ class StepProfiler:
     def _say(self, text: str) -> None:
         if self.member.rank == 0:
             print(f"shardwise: {text}", file=sys.stderr, flush=True)
+
+
+def as_tried(predicted: Timeline, foresight: Foresight) -> Timeline:
+    """The same step, as long as it took when it was tried."""
+    timeline = predicted.scaled(foresight.step_ms / predicted.step_ms)
+    labels = {
+        **timeline.labels,
+        "title": f"{timeline.labels['title']}, as long as its trial: {foresight.basis}",
+        "step_ms": f"{timeline.step_ms:.3f}",
+    }
+    return dataclasses.replace(timeline, labels=labels)
 
 
 def predict(config: TrainConfig, plan: sw.Plan, cluster_name: str, device: str) -> Timeline:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +37,7 @@ _PATIENCE_S = 3.0  # for a verdict, before a rank that raised speaks for itself
 _LONGEST_TEXT = 30_000
 
 on: Watch | None = None  # the watch of this process; None almost never where ranks are several
+_paused = False
 
 
 class Watch:
@@ -206,7 +207,7 @@ class _Units(page.Units):
 def begin(rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None:
     """Start watching this world, once. `stands` tells whether this process is still in it."""
     global on
-    if on is not None and on._stands():
+    if _paused or (on is not None and on._stands()):
         return
     if on is not None:
         on.stop()
@@ -216,6 +217,17 @@ def begin(rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None
             on = Watch(rank, world, store, stands)
         except OSError as error:
             print(f"shardwise: ranks are not watched: {error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """No order is written meanwhile and no other world is watched; whether this rank lives, is."""
+    global on, _paused
+    kept, on, _paused = on, None, True
+    try:
+        yield
+    finally:
+        on, _paused = kept, False
 
 
 def _open_process(pid: int) -> int | None:

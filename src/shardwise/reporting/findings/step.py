@@ -28,9 +28,10 @@ def find(
     *,
     memory: Mapping[str, Any] | None = None,
     messages: Mapping[str, Any] | None = None,
+    told: Finding | None = None,
 ) -> list[Finding]:
     """All that stands out in a measured step, the costliest first; then facts worth knowing, at
-    least three together.
+    least three together. `told` compares step and prediction already, over many steps.
     """
     plan, memory = plan or {}, memory or {}
     late = slow_rank(measured)
@@ -46,10 +47,10 @@ def find(
     losses.sort(key=lambda finding: (finding.urgent, finding.cost_ns), reverse=True)
     facts = [
         # What is beyond the prediction is what the losses cost: it comes after them.
-        deviation(measured, predicted),
+        told or deviation(measured, predicted),
         _hidden(measured),
         memory_peak(measured, memory),
-        agreement(measured, predicted),
+        None if told else agreement(measured, predicted),
         _evenness(measured),
         _largest_unit(measured),
     ]
