@@ -1,4 +1,4 @@
-"""`shardwise bench accuracy --as-user`: others' models, the training beside the plan, the claims."""
+"""`shardwise bench accuracy --as-user`: others' models, planned and trained, and the claims."""
 
 from __future__ import annotations
 

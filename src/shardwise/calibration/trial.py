@@ -33,7 +33,7 @@ from shardwise.description.foreign import (
 )
 from shardwise.description.language_model import OPTIMIZER
 from shardwise.description.tracing.real_run import free_bytes, with_values
-from shardwise.description.tracing.torch_private import pytree
+from shardwise.description.tracing.torch_private import loaded_compilers, pytree
 from shardwise.description.tracing.trace import find_loss
 from shardwise.description.workload import Workload, row_of
 from shardwise.emulation.collectives import emulate
@@ -226,8 +226,17 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{plan.title} ran out of memory when it was tried") from error
     finally:
+        forget_compiled()
         footprint.free_device()
     return _sum_up(samples, allocated - left, reserved - held, "one rank, its network emulated")
+
+
+def forget_compiled() -> None:
+    """What one trial compiled is no other's: torch gives up compiling code that it has compiled
+    for too many models, and keeps their memory.
+    """
+    if loaded_compilers():
+        torch.compiler.reset()
 
 
 def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connection) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.calibration.calibrate import ask_ranks
 from shardwise.calibration.search import measured
-from shardwise.calibration.trial import Program
+from shardwise.calibration.trial import Program, forget_compiled
 from shardwise.description.cluster import Cluster
 from shardwise.description.language_model import OPTIMIZER
 from shardwise.description.workload import Workload
@@ -265,6 +265,7 @@ def _train_emulated(place: Place, model: UserModel, plan: str, work: Workload) -
             traceback.print_exc()
         return {"error": explain_failure(error)}
     finally:
+        forget_compiled()
         if cuda:
             footprint.free_device()
     return _tell(samples, *peaks)

@@ -76,7 +76,7 @@ class Writer(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -177,7 +177,10 @@ def _told(name: str, plans: Sequence[Row], what: str) -> list[str]:
     if not errors:
         return []
     mean, worst = statistics.fmean(map(abs, errors)), max(errors, key=abs)
-    return [f"{name} within {mean:.1%} on average and {worst:+.1%} at worst ({len(errors)} Plans)"]
+    told = f"{name} within {mean:.1%} on average and {worst:+.1%} at worst ({len(errors)} Plans"
+    if what == "alone_ms":  # what a range has to cover
+        told += f"; they took {1 / (1 + max(errors)):.2f} to {1 / (1 + min(errors)):.2f} of it"
+    return [f"{told})"]
 
 
 _PAGE: dict[str, Callable[[Row], str]] = {
