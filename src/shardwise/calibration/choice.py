@@ -62,7 +62,7 @@ class Question:
                 raise UserError(f"{name} is {value!r}{nearest(str(value), DTYPES)}")
 
     def program(self, model: nn.Module) -> Program:
-        return Program(model, as_example(self.example, model), self.loss)
+        return Program.of(model, as_example(self.example, model), self.loss)
 
     def settings(self, model: nn.Module) -> dict[str, Any]:
         """For a search: the split of the work is the program's, and so is what is computed in."""

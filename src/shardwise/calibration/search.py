@@ -22,8 +22,8 @@ from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.predict import search as predicted
-from shardwise.predict.ranking import Candidate, Ranking, Trial
-from shardwise.predict.sources import as_example, as_source
+from shardwise.predict.ranking import Candidate, Ranking, Rejected, Trial
+from shardwise.predict.sources import Source, as_example, as_source
 from shardwise.profiling.timing import describe_environment, no_garbage_collection
 
 TRIED = 4  # strategies, the best Plan of each
@@ -61,7 +61,7 @@ def search(
         return ranking
     if isinstance(model, ModelDescription):
         raise UserError("measure=True runs the model: give it, not its description")
-    program = Program(model, settings.get("inputs"), settings.get("loss"))
+    program = Program.of(model, settings.get("inputs"), settings.get("loss"))
     if workload is not None and not hasattr(workload, "micro_batch"):
         program = dataclasses.replace(program, inputs=workload)
     return measured(ranking, program, cluster, tell, settings.get("trace_on", "auto"))
@@ -141,15 +141,27 @@ def measured(
             found = _corrected(ranking, tried)
         # One that nobody ran is not chosen for what others taught of it.
         found.sort(key=lambda pair: id(pair[0]) not in tried)
+    fitting, too_large = [], []
+    for _, candidate in found:
+        if candidate.trial is not None and candidate.needed_bytes > ranking.limit_bytes:
+            too_large.append(candidate)
+        else:
+            fitting.append(candidate)
     return dataclasses.replace(
         ranking,
-        candidates=tuple(better for _, better in found),
+        candidates=tuple(fitting),
+        rejected=(*ranking.rejected, *map(_as_rejected, too_large)),
         notes=(*ranking.notes, *notes),
     )
 
 
 def not_measured(ranking: Ranking, why: str) -> Ranking:
     return dataclasses.replace(ranking, notes=(*ranking.notes, f"nothing was measured: {why}"))
+
+
+def _as_rejected(candidate: Candidate) -> Rejected:
+    """One that was predicted to fit, and took more."""
+    return Rejected(candidate.title, candidate.plan.title, int(candidate.needed_bytes))
 
 
 def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidate, Candidate]]:
@@ -200,24 +212,31 @@ class _Remembered:
         self._program, self._cluster, self._trace_on = program, cluster, trace_on
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self._folder = Path(root) / "shardwise" / "trials"
+        self._files: dict[int, Path] = {}
+        self._source: Source | None = None  # its traces are those of all candidates
 
     def _file(self, candidate: Candidate) -> Path:
         """Named by a digest; a model counts by what was traced of it."""
+        if id(candidate) in self._files:
+            return self._files[id(candidate)]
         loss = self._program.loss
-        source = as_source(
-            self._program.model,
-            candidate.workload,
-            inputs=as_example(self._program.inputs, self._program.model),
-            loss=None if isinstance(loss, str) else loss,
-            trace_on=self._trace_on,
-            device="cpu" if self._cluster.host.communicates else "cuda",
-        )
-        resolved, described = source.at(candidate.plan, candidate.workload)
+        if self._source is None:
+            self._source = as_source(
+                self._program.model,
+                candidate.workload,
+                inputs=as_example(self._program.inputs, self._program.model),
+                loss=None if isinstance(loss, str) else loss,
+                trace_on=self._trace_on,
+                device="cpu" if self._cluster.host.communicates else "cuda",
+            )
+        resolved, described = self._source.at(candidate.plan, candidate.workload)
         text = repr(
             (self._machine, self._cluster, candidate.workload, resolved, described.units)
             + ((self._program.about,) if self._program.about else ())
         )
-        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        name = f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        self._files[id(candidate)] = self._folder / name
+        return self._files[id(candidate)]
 
     def find(self, candidate: Candidate) -> Trial | None:
         try:

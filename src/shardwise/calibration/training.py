@@ -53,7 +53,12 @@ def choose(config: TrainConfig, corpus: Corpus, member: Member) -> tuple[Plan, F
             run.log_every == 1, config.model.dropout > 0, torch.get_num_threads(),
         )  # fmt: skip
         return TrainerProgram(
-            model, Example(_tokens_of(config)), None, repr(about), config, corpus, member
+            model,
+            Example(_tokens_of(config)),
+            about=repr(about),
+            config=config,
+            corpus=corpus,
+            member=member,
         )
 
     def settings() -> dict[str, Any]:

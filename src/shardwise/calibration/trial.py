@@ -25,10 +25,15 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.calibration.calibrate import ask_ranks
 from shardwise.description.cluster import Cluster
 from shardwise.description.example import Call, loss_of_output
-from shardwise.description.foreign import build_on_host, find_function, is_foreign
+from shardwise.description.foreign import (
+    build_on_host,
+    count_values,
+    find_function,
+    is_foreign,
+)
 from shardwise.description.language_model import OPTIMIZER
 from shardwise.description.tracing.real_run import free_bytes, with_values
-from shardwise.description.tracing.torch_private import pytree
+from shardwise.description.tracing.torch_private import loaded_compilers, pytree
 from shardwise.description.tracing.trace import find_loss
 from shardwise.description.workload import Workload, row_of
 from shardwise.emulation.collectives import emulate
@@ -37,7 +42,7 @@ from shardwise.emulation.networks import ClusterNetwork
 from shardwise.emulation.run import joined
 from shardwise.engine.api import local
 from shardwise.engine.engine import microbatches
-from shardwise.engine.torch_private import buffers_of, compiled_call, parameters_of
+from shardwise.engine.torch_private import buffers_of, compiled_modules, parameters_of
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
@@ -48,7 +53,8 @@ from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Step
 
 WARMUP, STEPS = 3, 5
-# And so long on a GPU: until its clock is steady, and while it swings about its mean.
+# And so long: on a GPU until its clock is steady, and while it swings about its mean; short steps
+# of a CPU are many.
 WARM_S, TIMED_S = 1.0, 1.0
 RANKS_PER_CORE = 2  # real ones on a CPU, at most
 
@@ -63,6 +69,12 @@ class Program:
     inputs: Any = None
     loss: Any = None
     about: str = ""  # what its step does beside training the model: another's trial is not its own
+    compiled: tuple[str, ...] = ()  # modules of it, which a copy is not
+
+    @classmethod
+    def of(cls, model: Any, inputs: Any = None, loss: Any = None) -> Program:
+        known = compiled_modules(model) if isinstance(model, nn.Module) else ()
+        return cls(model, inputs, loss, compiled=known)
 
     def start(self, plan: Plan, workload: Workload, device: torch.device) -> Step:
         """The model under the Plan, on this rank; one whole training step of it."""
@@ -109,23 +121,28 @@ class Program:
                     built = build_on_host(built)
             except Exception:
                 built = build_on_host(built)  # it reads what it has just made
+            compiled = compiled_modules(built)
+        else:
+            compiled = self.compiled
         shapes = {id(p): _shape_of(p) for p in built.parameters()}
         copied: nn.Module = copy.deepcopy(built, shapes)
-        for module, theirs in zip(copied.modules(), built.modules(), strict=True):
-            if compiled_call(theirs) is not None:
-                module.compile()  # which a copy is not
+        for name in compiled:
+            copied.get_submodule(name).compile()
         return copied.train()
 
     def _call(self, model: nn.Module, workload: Workload, device: torch.device) -> Call:
         example = as_example(self.inputs, self.model)
         given = workload if example is None else example.sized(workload.micro_batch)
+        args, kwargs = as_arguments(model, given)
         torch.default_generator.manual_seed(1 + dist.get_rank())
         if device.type == "cuda":
             torch.cuda.manual_seed(1 + dist.get_rank())
-        filled = pytree.tree_map(
-            lambda value: with_values(value, device), tuple(as_arguments(model, given))
-        )
-        return Call(*filled)
+
+        def fill(value: Any, name: str = "") -> Any:
+            count = count_values(model, name)  # two tokens alone are not what users train on
+            return pytree.tree_map(lambda leaf: with_values(leaf, device, count), value)
+
+        return Call(fill(args), {name: fill(value, name) for name, value in kwargs.items()})
 
     def _loss(self, model: nn.Module, call: Call) -> Tensor:
         loss = self.loss
@@ -212,16 +229,26 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{plan.title} ran out of memory when it was tried") from error
     finally:
+        forget_compiled()
         footprint.free_device()
     return sum_up(samples, allocated - left, reserved - held, "one rank, its network emulated")
+
+
+def forget_compiled() -> None:
+    """What one trial compiled is no other's: torch gives up compiling code that it has compiled
+    for too many models, and keeps their memory.
+    """
+    if loaded_compilers():
+        torch.compiler.reset()
 
 
 def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connection) -> None:
     device = torch.device("cpu")
     step = program.start(plan, workload, device)
     timer = timing.time_on_host(dist.barrier)
-    timing.repeat(step, timer, WARMUP)
-    samples = timing.repeat(step, timer, STEPS)
+    took = torch.tensor(timing.repeat(step, timer, WARMUP)[-1].step_ms)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)  # all ranks step equally often
+    samples = timing.repeat(step, timer, max(STEPS, round(1e3 * TIMED_S / took.item())))
     everybody: list[list[Sample]] = [[] for _ in range(plan.world)]
     dist.all_gather_object(everybody, samples)
     slowest = [max(each, key=lambda s: s.step_ms) for each in zip(*everybody, strict=True)]

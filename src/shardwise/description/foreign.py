@@ -207,6 +207,20 @@ def longest_sequence(model: nn.Module) -> int | None:
     return most if type(most) is int and most > 0 else None
 
 
+_OF_TOKENS = ("input_ids", "decoder_input_ids")
+_WRITES_TOKENS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
+
+
+def count_values(model: nn.Module, name: str) -> int:
+    """How many values the integers of an argument have: a model of Transformers knows its tokens. 2
+    where nothing is known: 0 and 1 are valid tokens and classes of nearly all models.
+    """
+    count: Any = getattr(getattr(model, "config", None), "vocab_size", None)
+    labels = name == "labels" and type(model).__name__.endswith(_WRITES_TOKENS)
+    known = type(count) is int and count > 1 and (name in _OF_TOKENS or labels)
+    return int(count) if known else 2
+
+
 def inputs_of_config(model: nn.Module, samples: int, sequence: int) -> Call | None:
     """What a model of Transformers is trained with, on the meta device: tokens or images, and
     labels as its kind has them. None for another one.

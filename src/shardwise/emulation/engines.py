@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -183,7 +183,7 @@ def _wrap_ours(
         # torch's initialisers warn of DTensors on a host; `_fill` replaces what they draw.
         warnings.simplefilter("ignore", UserWarning)
         empty = set(materialize(model, device))
-    _fill(model, device, [buffer for name, buffer in model.named_buffers() if name in empty])
+    _fill(model, device, {name: b for name, b in model.named_buffers() if name in empty})
     resolved = engine_of(model).plan
     assert resolved is not None
     return model, {"plan": resolved.title, "units": len(resolved.require_units())}
@@ -201,7 +201,7 @@ def _wrap_torch(
         if plan.compute_dtype:
             settings["compute"] = f"autocast to {plan.compute_dtype}"
     model.to_empty(device=device)
-    _fill(model, device, model.buffers())
+    _fill(model, device, dict(model.named_buffers()))
     return (DistributedDataParallel(model) if plan.name == "ddp" else model), settings
 
 
@@ -226,13 +226,14 @@ def fully_shard_blocks(
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, device: torch.device, buffers: Iterable[torch.Tensor]) -> None:
+def _fill(model: nn.Module, device: torch.device, buffers: dict[str, torch.Tensor]) -> None:
     """Small random numbers in all parameters, and in `buffers` that hold nothing: a GPU's clock
-    depends on the values it multiplies.
+    depends on the values it multiplies. Norms have ones, biases zeros: with ones all tokens would
+    have a part in common, which sends them to the same experts.
     """
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    for tensor in (*model.parameters(), *buffers):
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
         if tensor.ndim > 1:
             local_of(tensor).normal_(std=0.02, generator=generator)
         else:
-            local_of(tensor).fill_(1.0)
+            local_of(tensor).fill_(0.0 if "bias" in name.rpartition(".")[2] else 1.0)

@@ -171,6 +171,13 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call
 
 
+def compiled_modules(model: nn.Module) -> tuple[str, ...]:
+    """Names of those whose call `nn.Module.compile` has replaced. torch drops that when it copies
+    or pickles a module; without this a copy would run as it was written.
+    """
+    return tuple(n for n, m in model.named_modules() if m._compiled_call_impl is not None)
+
+
 def call_hooked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, past what stands in its call's place."""
     return module._call_impl(*args, **kwargs)

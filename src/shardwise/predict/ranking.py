@@ -113,6 +113,12 @@ class Candidate:
         return (self.breakdown.exposed_transfer + self.breakdown.waiting_for_peers) / 1e6
 
     @property
+    def needed_bytes(self) -> float:
+        """Of the device, with some to spare: what its allocator took in a trial, else the peak."""
+        taken = 0 if self.trial is None else self.trial.reserved_bytes or 0
+        return max(self.peak_bytes, taken) * (1 + MEMORY_MARGIN)
+
+    @property
     def spare_gb(self) -> float:
         return (self.limit_bytes - self.peak_bytes) / GB
 

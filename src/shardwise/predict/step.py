@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.description.workload import Workload
 from shardwise.planning.executor import PlannedExecutor, PlannedUnit, size_of_moment
@@ -115,11 +116,21 @@ class Step:
         name, segment = work.segments[place]
         if segment.checkpointed:
             self.b.compute(segment.recompute, "recompute", name)
+        grads = [(self.units[number], nbytes) for number, nbytes in work.grads[place].items()]
+        for unit, _ in grads:
+            self._hold(unit, 0 if unit.held_grads else self.taken_at_first(unit))
         self.b.compute(segment.backward, "backward", name, peaks)
-        for number, nbytes in work.grads[place].items():
-            self.units[number].grads += nbytes
-            self.units[number].held_grads += nbytes
-            self.b.hold("gradients", nbytes)
+        for unit, nbytes in grads:
+            unit.grads += nbytes
+            self._hold(unit, 0 if self.taken_at_first(unit) else nbytes)
+
+    def _hold(self, unit: Any, nbytes: int) -> None:
+        unit.held_grads += nbytes
+        self.b.hold("gradients", nbytes)
+
+    def taken_at_first(self, unit: Any) -> int:
+        """What a unit takes for all of its gradients when the first one comes."""
+        return 0
 
     def peak_of_loss(self, work: Work) -> bool:
         """A loss outside the model has its peak before the engine's first gather of backward; true
@@ -209,6 +220,10 @@ class EngineStep(Step):
             self.run_segment_backward(work, place, not (peaked and place == last_place))
 
         run_backward(self.schedule, self._parts(work), compute)
+
+    def taken_at_first(self, unit: Any) -> int:
+        """A host copies data parallel's gradients to the unit's slot as they come."""
+        return 0 if self.costs.streams or unit.shard_ranks > 1 else int(unit.sizes.slot)
 
     def run_nothing(self) -> None:
         self.schedule.run_nothing()

@@ -52,8 +52,13 @@ _FULL_INSIDE = frozenset((
 ))  # fmt: skip
 
 
-# Recurrent networks that a GPU fuses, with the gates of a cell.
+# Recurrent networks with the gates of a cell, and which of them a device fuses: cuDNN all, oneDNN
+# on a CPU the LSTM (in 32 bits; what it does in 16 depends on the processor).
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_FUSES = {
+    "cuda": frozenset(_GATES),
+    "cpu": frozenset(["lstm"] if torch.backends.mkldnn.is_available() else []),
+}
 
 
 class DeviceKernels(TorchFunctionMode):
@@ -105,7 +110,7 @@ class DeviceKernels(TorchFunctionMode):
             return self._attend(func, *args, **kwargs)
         if name == "flex_attention":
             return self._flex(*args, **kwargs)
-        if self.device == "cuda" and name in _GATES:
+        if name in _FUSES[self.device]:
             return self._recurrent(func, name, args, kwargs)
         if self.device == "cuda" and name == "rms_norm":
             return self._rms_norm(func, *args, **kwargs)
@@ -190,14 +195,17 @@ class DeviceKernels(TorchFunctionMode):
         return plain(query, key, value, scale=scale), rows, rows.clone()
 
     def _recurrent(self, plain: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A recurrent network as cuDNN runs it: for each layer and direction one product of all
-        inputs, one small product for each step, and what backward needs in one reserve.
+        """A recurrent network as cuDNN and oneDNN run it: for each layer and direction one product
+        of all inputs, one small product for each step, and what backward needs in one reserve.
         """
         packed = len(args) > 2 and not isinstance(args[2], bool) and isinstance(args[1], Tensor)
         if not args or kwargs or not args[0].is_meta or (packed and args[1].dim() == 1):
             return plain(*args, **kwargs)
         x, state, weights, _, layers, _, _, both_ways, batch_first = args
         states = tuple(state) if isinstance(state, list | tuple) else (state,)
+        projected = states[0].shape != states[-1].shape
+        if self.device == "cpu" and (x.dtype != torch.float32 or projected):
+            return plain(*args)
         shape = (layers, 2 if both_ways else 1, batch_first)
         made = _FusedRecurrent.apply(self.note, name, shape, len(states), x, *states, *weights)
         return made

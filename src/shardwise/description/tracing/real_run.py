@@ -83,9 +83,9 @@ def choose_device(asked: str) -> torch.device:
     return torch.device("cuda" if gpu else "cpu")
 
 
-def with_values(value: Any, device: torch.device) -> Any:
-    """A copy of an input; what is on the meta device gets random values, of integers 0 and 1, which
-    are valid tokens and classes of nearly all models.
+def with_values(value: Any, device: torch.device, count: int = 2) -> Any:
+    """A copy of an input; what is on the meta device gets random values, of integers 0 to `count`:
+    0 and 1 are valid tokens and classes of nearly all models.
     """
     if not isinstance(value, Tensor):
         return value
@@ -94,7 +94,7 @@ def with_values(value: Any, device: torch.device) -> Any:
     elif value.is_floating_point() or value.is_complex():
         made = torch.randn(value.shape, dtype=value.dtype, device=device)
     else:
-        made = torch.randint(0, 2, value.shape, device=device).to(value.dtype)
+        made = torch.randint(0, count, value.shape, device=device).to(value.dtype)
     return made.requires_grad_() if value.requires_grad else made
 
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from shardwise.description.cluster import Cluster
 from shardwise.emulation.run import join_fake_group
-from shardwise.lab.accuracy import seeds
+from shardwise.errors import UserError
+from shardwise.lab.accuracy import as_user, seeds
 from shardwise.lab.accuracy.calibrate import Calibration, calibrate_device
 from shardwise.lab.accuracy.cases import CASES, WORLD, AccuracyCase
 from shardwise.lab.accuracy.device import predict_shipped, run_case
@@ -62,6 +63,11 @@ class Results(RowFile):
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the parts, print the table and the claims, write the page."""
+    if arguments.as_user:
+        as_user.run(arguments)
+        return
+    if arguments.only is not None or arguments.budget is not None:
+        raise UserError("--only and --budget belong to --as-user: give it too, or leave them out")
     beside = [read_json(path, "--beside", needs="mode") for path in arguments.beside]
     results = Results(arguments.json, **describe_run(arguments))
     run_parts(

@@ -184,6 +184,10 @@ rounds' ratios; `traced` is what a traced step takes of one without. The last co
 marks cost when no profile listens.
 """,
 )
+USER_MODELS = (
+    "gpt2", "bert", "t5", "vit", "resnet", "experts", "unet", "lstm", "tied", "narrow", "lora",
+    "long", "compiled",
+)  # fmt: skip
 ACCURACY = Benchmark(
     "accuracy",
     "how well the planner predicts step time and memory",
@@ -203,6 +207,11 @@ ACCURACY = Benchmark(
         QUICK,
         flag("--busy", "gloo: other programs run here; take quickest samples"),
         Option("--device", {"default": "", "metavar": "NAME", "help": "of h200; default: cuda"}),
+        flag("--as-user", "models of others through `plan --measure`, then trained; see below"),
+        list_names("--only", "model", USER_MODELS, None, "--as-user: these models; default: all"),
+        flag("--resume", "--as-user: keep the rows that FILE has (the others always are)"),
+        Option("--budget", {"type": float, "metavar": "S",
+                            "help": "--as-user: start no model after S seconds"}),
         COMMIT,
     ),
     """\
@@ -222,11 +231,19 @@ parts:
 Rows are written as they come; run the same command again to go on after an interruption. With
 --docs, docs/accuracy.md and its plot are written from the file.
 
+--as-user (--cases gloo, h200) plans models of others (GPT-2, BERT, T5, ViT, ResNet, experts,
+U-Net, LSTM, and language models: tied, narrow, with adapters, of a long sequence, compiled) by
+their names, as `shardwise plan --model MODULE:FUNCTION` does, without and with --measure. Then the
+best Plan of ddp, zero2 and zero3, and one that was not tried, really train: on a GPU one rank of 8
+emulated ones, over gloo two ranks. A model that fails says so in its row; --resume tries it again.
+--docs writes docs/accuracy-as-user.md.
+
 examples:
   shardwise bench accuracy --simulated --json accuracy.json
   shardwise bench accuracy --cases shipped --beside benchmarks/results/accuracy-h200.json
   shardwise bench accuracy --cases h200 --json accuracy.json
   shardwise bench accuracy --json accuracy.json --docs docs/accuracy.md
+  shardwise bench accuracy --as-user --cases h200 --json as-user.json --resume
 """,
 )  # fmt: skip
 CAP = Benchmark(

@@ -1,0 +1,309 @@
+"""`shardwise bench accuracy --as-user`: models of others, planned as their users plan them, then
+trained as they train them.
+
+Each model is searched by its name (`sw.search`, which `shardwise plan` calls), without and with
+`measure`. Then the best Plan of each strategy, and one that was not tried, really runs: a program
+of its own, which shares no line with the trial, builds the model with values, shards it and steps.
+On a GPU it is one rank of 8 whose network is emulated; over gloo there are two real ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.calibration.calibrate import ask_ranks
+from shardwise.calibration.search import measured
+from shardwise.calibration.trial import Program, forget_compiled
+from shardwise.description.cluster import Cluster
+from shardwise.description.language_model import OPTIMIZER
+from shardwise.description.workload import Workload
+from shardwise.emulation.collectives import emulate
+from shardwise.emulation.networks import ClusterNetwork
+from shardwise.emulation.run import joined
+from shardwise.errors import UserError
+from shardwise.lab.accuracy import user_page
+from shardwise.lab.accuracy.user_models import BY_NAME, MODELS, UserModel
+from shardwise.lab.processes import explain_failure, time_on_ranks
+from shardwise.lab.rows import RowFile, say
+from shardwise.predict.ranking import Candidate, Ranking
+from shardwise.profiling import footprint, timing
+from shardwise.profiling.results import Row, read_json
+from shardwise.profiling.timing import Sample, Step
+
+STRATEGIES = ("ddp", "zero2", "zero3")
+WARMUP, STEPS, WARM_S, TIMED_S = 3, 5, 0.7, 0.8
+ROUNDS = 3  # of the ranks of a CPU: each Plan in turn
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where models run: one rank of a GPU cluster, its network emulated, or ranks over gloo."""
+
+    part: str
+    cluster: Cluster
+    world: int
+    scale: str  # of the models
+    device: str
+
+    @classmethod
+    def of(cls, part: str, cluster: str, device: str, quick: bool) -> Place | None:
+        """None where this machine has no such device."""
+        scale = "quick" if quick else part
+        if part == "gloo":
+            return cls(part, Cluster.load("cpu-gloo"), 2, scale, "cpu")
+        if not device and not torch.cuda.is_available():
+            say("h200: skipped, no CUDA device here")
+            return None
+        return cls(part, Cluster.load(cluster), 8, scale, device or "cuda")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Plan and train every model that has no row yet; print and write what came of it."""
+    parts = [part for part in ("gloo", "h200") if part in arguments.cases]
+    if not parts:
+        raise UserError("--as-user has --cases gloo and h200: name one of them")
+    models = MODELS if arguments.only is None else [BY_NAME[name] for name in arguments.only]
+    rows = RowFile.of(arguments)
+    rows.rows = [row for row in rows.rows if "error" not in row]  # those are tried again
+    beside = [read_json(path, "--beside", needs="plans") for path in arguments.beside]
+    for part in parts:
+        place = Place.of(part, arguments.cluster, arguments.device, arguments.quick)
+        if place is not None:
+            run_place(place, models, rows)
+    user_page.show(rows.rows)
+    if arguments.docs is not None:
+        user_page.write(arguments.docs, rows.facts | {"rows": rows.rows}, *beside)
+
+
+def run_place(place: Place, models: Sequence[UserModel], rows: RowFile) -> None:
+    for model in rows.missing(models, lambda model: _key(place, model)):
+        began = time.monotonic()
+        head: Row = {"key": _key(place, model), "part": place.part, "case": model.name}
+        head |= {"about": model.about, "cluster": place.cluster.name, "world": place.world}
+        try:
+            row: Row = {**head, **run_model(place, model)}
+        except Exception as error:  # one model must not cost the others
+            traceback.print_exc()
+            row = {**head, "plans": [], "error": explain_failure(error)}
+        row["seconds"] = round(time.monotonic() - began, 1)
+        rows.add(row)
+        say(user_page.tell(row))
+        gc.collect()
+
+
+def _key(place: Place, model: UserModel) -> str:
+    return f"{place.part} {model.name}"
+
+
+def run_model(place: Place, model: UserModel) -> Row:
+    """The predictions first, then what they are compared with."""
+    say(f"{place.part} {model.name}: planning")
+    alone, tried = predict(place, model)
+    chosen = choose(tried)
+    if not chosen:
+        raise UserError(f"no Plan could be tried: {'; '.join(tried.notes) or tried.explain()}")
+    say(f"{place.part} {model.name}: training by {len(chosen)} Plans")
+    found = train(place, model, chosen)
+    plans = [tell_plan(c, alone, took) for c, took in zip(chosen, found, strict=True)]
+    return {"plans": plans, "notes": list(tried.notes)}
+
+
+def predict(place: Place, model: UserModel) -> tuple[Ranking, Ranking]:
+    """What `sw.search` gives, and what it gives with `measure=True`: that is the second of the two
+    calls here, on the first one's answer. No trial of an earlier run is taken for one of this.
+    """
+    work = model.work(place.scale)
+    inputs = None if work is not None else model.inputs_text(place.scale)
+    text = model.build_text(place.scale)
+    ranking = sw.search(
+        text, place.cluster, work, inputs=inputs, loss=model.loss, world=place.world,
+        strategies=STRATEGIES, checkpoints=("none",),
+    )  # fmt: skip
+    if not ranking:
+        raise UserError(ranking.explain())
+    with _new_cache():
+        return ranking, measured(ranking, Program(text, inputs, model.loss), place.cluster, say)
+
+
+@contextmanager
+def _new_cache() -> Iterator[None]:
+    name = "XDG_CACHE_HOME"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+def choose(ranking: Ranking) -> list[Candidate]:
+    """Of each strategy the best that was tried; and the best that was not, whose time is corrected
+    by the others'.
+    """
+    found: dict[str, Candidate] = {}
+    for candidate in ranking:
+        key = candidate.plan.title if candidate.trial is not None else ""
+        found.setdefault(key, candidate)
+    corrected = found.pop("", None)
+    return [*found.values(), *([corrected] if corrected is not None and found else [])]
+
+
+def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
+    """A Plan's prediction with and without trials, and what it took."""
+    work = (candidate.plan, candidate.workload)
+    before = next(c for c in alone if (c.plan, c.workload) == work)
+    return {
+        "strategy": candidate.plan.title,
+        "mode": f"{candidate.workload.split}, {candidate.show_settings()}",
+        "basis": candidate.basis,
+        "predicted_ms": candidate.step_ms,
+        "range_ms": candidate.range_ms,
+        "predicted_bytes": candidate.peak_bytes,
+        "needed_bytes": candidate.needed_bytes,
+        "alone_basis": before.basis,
+        "alone_ms": before.step_ms,
+        "alone_range_ms": before.range_ms,
+        "alone_bytes": before.peak_bytes,
+        "alone_needed_bytes": before.needed_bytes,
+        "breakdown_ms": {name: ns / 1e6 for name, ns in before.breakdown.parts().items()},
+        **took,
+    }
+
+
+# What the predictions are compared with.
+
+
+def start(model: UserModel, scale: str, plan: sw.Plan, work: Workload, device: str) -> Step:
+    """A training program as its user writes it."""
+    rank = dist.get_rank()
+    torch.manual_seed(7)  # the same first weights on every rank
+    with torch.device(device):
+        built = model.build(**model.sizes[scale][0]).train()
+    sw.shard(built, plan)
+    trained = [p for p in built.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
+    torch.manual_seed(100 + rank)
+    batches = [_to(model.inputs(scale, work.micro_batch), device)] * work.micro_batches
+    divisor = len(batches) * plan.world
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for batch in sw.microbatches(built, batches) if len(batches) > 1 else batches:
+            (_loss(model, built, batch) / divisor).backward()
+        optimizer.step()
+
+    return step
+
+
+def _to(batch: Any, device: str) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _loss(model: UserModel, built: torch.nn.Module, batch: Any) -> Tensor:
+    if model.loss is None:
+        loss: Tensor = built(**batch).loss
+        return loss
+    output = built(batch)
+    return model.loss(output, batch) if model.loss_takes_inputs else model.loss(output)
+
+
+def train(place: Place, model: UserModel, chosen: Sequence[Candidate]) -> list[Row]:
+    """What steps of each Plan took; of one that failed, the error."""
+    works = [(replace(c.plan, units=None).to_json(), c.workload) for c in chosen]
+    if place.part == "gloo":
+        found: list[Row] = ask_ranks(train_as_rank, (model.name, place.scale, works), place.world)
+        return found
+    return [_train_emulated(place, model, *work) for work in works]
+
+
+def _train_emulated(place: Place, model: UserModel, plan: str, work: Workload) -> Row:
+    """As the first of the emulated ranks; on a CPU only to try the benchmark."""
+    cuda = place.device.startswith("cuda")
+    left = footprint.free_device() if cuda else 0
+    held = torch.cuda.memory_reserved() if cuda else 0
+    peaks: tuple[int | None, int | None] = (None, None)
+    try:
+        with joined(0, place.world), emulate(ClusterNetwork(place.cluster)) as emulation:
+            step = start(model, place.scale, sw.Plan.from_json(plan), work, place.device)
+            if cuda:
+                footprint.free_device()  # the whole model's, which is cut by now
+            timer = timing.timer_on(place.device)
+            timing.repeat(step, timer, WARMUP, WARM_S if cuda else 0.0)
+            called = sum(emulation.calls.values())
+            samples = timing.repeat(step, timer, STEPS, TIMED_S if cuda else 0.0)
+            if not sum(emulation.calls.values()) > called:
+                raise RuntimeError("no collective went over the emulated network")
+            if cuda:
+                allocated, reserved = footprint.peaks_on_cuda(step)
+                peaks = allocated - left, reserved - held
+            del step
+    except Exception as error:
+        if not isinstance(error, torch.OutOfMemoryError):
+            traceback.print_exc()
+        return {"error": explain_failure(error)}
+    finally:
+        forget_compiled()
+        if cuda:
+            footprint.free_device()
+    return _tell(samples, *peaks)
+
+
+def train_as_rank(
+    name: str, scale: str, works: Sequence[tuple[str, Workload]], writer: Connection
+) -> None:
+    """All Plans in rounds, so that what disturbs one disturbs the others; then their memory."""
+    model = BY_NAME[name]
+
+    def begin(plan: str, work: Workload) -> Step:
+        return start(model, scale, sw.Plan.from_json(plan), work, "cpu")
+
+    steps = [begin(*work) for work in works]
+    warm = [timing.repeat(step, time_on_ranks, WARMUP)[-1].step_ms for step in steps]
+    quick = scale == "quick"
+    counts = [STEPS if quick else max(STEPS, round(1e3 * TIMED_S / ms)) for ms in warm]
+    samples: list[list[Sample]] = [[] for _ in steps]
+    for _ in range(1 if quick else ROUNDS):
+        for step, count, into in zip(steps, counts, samples, strict=True):
+            step()  # after the others' steps nothing of this one's is in the caches
+            into += timing.repeat(step, time_on_ranks, count)
+    del steps, step
+    peaks = [footprint.peak_on_cpu(partial(begin, *work)) for work in works]
+    if dist.get_rank() == 0:
+        writer.send([_tell(each, peak, None) for each, peak in zip(samples, peaks, strict=True)])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _tell(samples: Sequence[Sample], peak: int | None, reserved: int | None) -> Row:
+    times = [sample.step_ms for sample in samples]
+    return {
+        "measured_ms": statistics.median(times),
+        "measured_spread_ms": timing.spread(times),
+        "measured_host_ms": statistics.median(sample.cpu_ms for sample in samples),
+        "measured_bytes": peak,
+        "measured_reserved_bytes": reserved,
+        "steps": len(times),
+    }
