@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 COMPUTE, GATHERS, SCATTERS, REPLICAS = "compute", "gather", "scatter", "replica"
 KEPT = "kept"
 # What reduces and gathers have, and give back when an exception ends a step.
-_PASSING = ("slot", "rows", "staging", "sent", "received")
+_PASSING = (
+    "slot", "rows", "staging", "sent", "received", "copies sent", "copies received",
+)  # fmt: skip
 Loan = Callable[[], None]
 
 

@@ -363,8 +363,8 @@ class TensorExecutor:
         issue their reduces at once, and the two collectives of each have to stay in one order.
         """
         part = -(-summed.numel() // group.size)
-        sent, give_sent = self._borrow("sent", unit, REPLICAS, part * group.size)
-        received, give_received = self._borrow("received", unit, REPLICAS, part * group.size)
+        sent, give_sent = self._borrow("copies sent", unit, REPLICAS, part * group.size)
+        received, give_received = self._borrow("copies received", unit, REPLICAS, part * group.size)
         sent[: summed.numel()].copy_(summed)
         sent[summed.numel() :].zero_()
         self.replicas.join(group.all_to_all(received, sent))

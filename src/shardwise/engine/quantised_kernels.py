@@ -5,6 +5,8 @@ Triton.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -32,10 +34,11 @@ def _write(source, scales, codes, table, count, MOST: tl.constexpr, PER: tl.cons
     most = tl.max(tl.abs(values), axis=1)
     # The largest of some values need not tell that one is no number.
     wrong = tl.max((values != values).to(tl.int32), axis=1)
-    scale = tl.where(most == 0.0, 1.0, most / MOST)
+    # As the host divides: rounded to the nearest.
+    scale = tl.where(most == 0.0, 1.0, tl.div_rn(most, tl.full(most.shape, MOST, tl.float32)))
     scale = tl.where(wrong > 0, float("nan"), scale)
     tl.store(scales + block, scale, mask=there)
-    scaled = values / scale[:, None]
+    scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
     if INTEGER:
         scaled = tl.floor(scaled + 0.5)
         scaled = tl.where(scaled == scaled, scaled, 0.0)
@@ -64,19 +67,27 @@ def _read(scales, codes, full, table, count, scale_stride, code_stride, WHOLE: t
     tl.store(full + to[:, None] + i, values.to(full.dtype.element_ty), mask=inside)
 
 
+@cache
+def _find_blocks(message: Message, device: torch.device) -> torch.Tensor:
+    """The table of a unit's blocks. Kept: a unit whose memory moves asks again, perhaps while a
+    graph is recorded, which nothing of the host may enter.
+    """
+    layout, rows, place = message.layout, [], 0
+    for i in message.coded:
+        part, start = layout.rows[i].part, layout.offsets[i]
+        for at in range(0, part, BLOCK):
+            full = start * layout.ranks + at
+            rows.append((start + at, min(BLOCK, part - at), place + at, full, part))
+        place += part
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, _COLUMNS)
+
+
 class Kernels:
     """The kernels on one unit's blocks."""
 
     def __init__(self, message: Message, code: torch.dtype, device: torch.device) -> None:
-        layout, rows, place = message.layout, [], 0
-        for i in message.coded:
-            part, start = layout.rows[i].part, layout.offsets[i]
-            for at in range(0, part, BLOCK):
-                full = start * layout.ranks + at
-                rows.append((start + at, min(BLOCK, part - at), place + at, full, part))
-            place += part
-        self.table = torch.tensor(rows, dtype=torch.int64, device=device)
-        self.count = len(rows)
+        self.table = _find_blocks(message, device)
+        self.count = len(self.table)
         self._grid = triton.cdiv(self.count, _PER_PROGRAM)
         self._shape = {"PER": _PER_PROGRAM, "BLOCK": BLOCK, "COLUMNS": _COLUMNS}
         self._most, self._integer = CODES[str(code).removeprefix("torch.")], code is torch.int8

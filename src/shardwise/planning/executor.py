@@ -354,8 +354,9 @@ class PlannedExecutor:
         """Memory for what goes out, where that is no slot that is there already, and comes in."""
         unit, reduction.exchanged = reduction.unit, sent + received
         self.listener.hold("slots", reduction.exchanged)
-        loans = [self._take(unit, "sent", sent, lane)] if sent else []
-        reduction.loans = (*loans, self._take(unit, "received", received, lane))
+        of = "" if lane == "scatter" else "copies "
+        loans = [self._take(unit, f"{of}sent", sent, lane)] if sent else []
+        reduction.loans = (*loans, self._take(unit, f"{of}received", received, lane))
 
     def _end_exchange(self, reduction: PlannedReduction) -> None:
         """Add what came, if something did, and let its memory go."""

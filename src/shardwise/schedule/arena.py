@@ -40,6 +40,7 @@ class Lives:
         self._now = 0
 
     def take(self, role: str, unit: str, nbytes: int, stream: str) -> Key:
+        """A piece belongs to one stream: what two streams take by turns has two roles."""
         number = 0
         while (role, unit, number) in self.there:
             number += 1
@@ -48,6 +49,7 @@ class Lives:
             self.there[key] = 0
             return key
         life = self.lives.setdefault(key, Life(key, nbytes, stream))
+        assert life.stream == stream, f"{key} is of {life.stream}, not of {stream}"
         life.nbytes = max(life.nbytes, nbytes)
         self.there[key] = self._tick()
         return key
