@@ -141,12 +141,11 @@ def measured(
             found = _corrected(ranking, tried)
         # One that nobody ran is not chosen for what others taught of it.
         found.sort(key=lambda pair: id(pair[0]) not in tried)
-    fitting, too_large = [], []
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
     for _, candidate in found:
-        if candidate.trial is not None and candidate.needed_bytes > ranking.limit_bytes:
-            too_large.append(candidate)
-        else:
-            fitting.append(candidate)
+        fits = not tried or candidate.needed_bytes <= ranking.limit_bytes
+        (fitting if fits else too_large).append(candidate)
     return dataclasses.replace(
         ranking,
         candidates=tuple(fitting),
@@ -165,7 +164,7 @@ def _as_rejected(candidate: Candidate) -> Rejected:
 
 
 def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidate, Candidate]]:
-    """Each candidate, and the same with what is known of its time by now: the fastest first."""
+    """Each candidate, and the same with what is known of it by now: the fastest first."""
     ratios: dict[str, list[float]] = {}
     for c in ranking:
         if id(c) in tried:
@@ -173,7 +172,7 @@ def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidat
     every = sorted(ratio for each in ratios.values() for ratio in each)
     if not every:
         return [(c, c) for c in ranking]
-    made = []
+    made, missed = [], _missed_bytes(ranking, tried)
     for c in ranking:
         trial = tried.get(id(c))
         if trial is not None:
@@ -187,7 +186,8 @@ def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidat
             step_ms = c.step_ms * statistics.median(own or every)
             spread = every if own is None else [own[0] * (1 - LEARNT), own[-1] * (1 + LEARNT)]
             better = dataclasses.replace(
-                c, basis="predicted, corrected by what was measured here",
+                c, peak_bytes=c.peak_bytes + round(missed * c.workload.micro_batch),
+                basis="predicted, corrected by what was measured here",
                 range_ms=(c.step_ms * min(spread), c.step_ms * max(spread)),
             )  # fmt: skip
         rate = c.tokens_per_s * c.step_ms / step_ms
@@ -196,6 +196,18 @@ def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidat
         )
         made.append((c, better))
     return sorted(made, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes))
+
+
+def _missed_bytes(ranking: Ranking, tried: dict[int, Trial]) -> float:
+    """What trials took of memory beyond what was said of them, for each sample of a micro-batch at
+    most: activations that were described too small are so in every Plan.
+    """
+    more = [
+        (tried[id(c)].peak_bytes - c.peak_bytes) / max(c.workload.micro_batch, 1)
+        for c in ranking
+        if id(c) in tried
+    ]
+    return max([0.0, *more])
 
 
 def _around(trial: Trial) -> tuple[float, float]:

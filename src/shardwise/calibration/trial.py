@@ -213,7 +213,7 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
             f"{plan.title} keeps {needed / 1e9:.1f} GB on a rank without activations, and the GPU "
             f"has {free / 1e9:.1f} GB free"
         )
-    left, held = footprint.free_device(), torch.cuda.memory_reserved()
+    left = footprint.free_device()
     try:
         # A GPU that waits for the garbage collector clocks up.
         with (
@@ -231,7 +231,7 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
     finally:
         forget_compiled()
         footprint.free_device()
-    return sum_up(samples, allocated - left, reserved - held, "one rank, its network emulated")
+    return sum_up(samples, allocated - left, reserved - left, "one rank, its network emulated")
 
 
 def forget_compiled() -> None:

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.description.tracing.torch_private import spin
 from shardwise.engine import torch_private
 from shardwise.engine.executor import marked
+from shardwise.kernels.torch_private import spin
 
 Step = Callable[[], None]
 Watched = TypeVar("Watched")

@@ -108,9 +108,6 @@ profiler_runs = torch.autograd._profiler_enabled
 record_allocations = torch.cuda.memory._record_memory_history
 allocator_snapshot = torch.cuda.memory._snapshot
 
-# Keeps a GPU busy for so many cycles. Without it a short kernel's time is that of its launch.
-spin = torch.cuda._sleep
-
 # The communication hooks of a DistributedDataParallel model. Without it an emulated network would
 # put its hook over a user's.
 comm_hooks_of = attrgetter("_comm_hooks")

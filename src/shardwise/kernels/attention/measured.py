@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UserError, nearest
-from shardwise.kernels.torch_private import inside_backward
+from shardwise.kernels.torch_private import inside_backward, spin
 
 if TYPE_CHECKING:
     from shardwise.kernels.attention.backends import Request
@@ -43,7 +43,9 @@ MOST_TIMED = 256  # shapes that one process times
 BUDGET_MS = 40.0  # of one shape's rounds; two rounds are always made
 FAR = 1.5  # what took so many times the shortest once is not timed again
 CLOSE = 1.01  # within it the table's order counts
-FLUSHES = 4  # of the L2 cache before each call, which also lets the host get ahead
+AHEAD = 1.5  # of the host's time for a call: so long the device is kept from it, to time it alone
+MOST_AHEAD_MS = 20.0
+CYCLES_PER_MS = 2_000_000  # about a GPU's clock
 STASH_BYTES = 2 << 30  # the most that a backward of these kernels takes for itself
 
 Call = Callable[[], object]
@@ -217,6 +219,7 @@ class Trials:
         for name, call in calls.items():
             try:
                 call()
+                clock.get_ahead(call)
                 self.ms[name] = [clock.start(call)()]
                 able[name] = call
             except Exception as error:  # whatever a backend says of a shape, others may do it
@@ -225,7 +228,7 @@ class Trials:
             return
         bound = far * min(times[0] for times in self.ms.values())
         near = {name: call for name, call in able.items() if self.ms[name][0] <= bound}
-        expected = sum(self.ms[name][0] for name in near)
+        expected = sum(self.ms[name][0] + clock.ahead_ms for name in near)
         least, most = rounds
         count = int(min(max(budget_ms / max(expected, 1e-6), least), most))
         # The first time may have been of a GPU at rest: it decides nothing where there are others.
@@ -240,15 +243,26 @@ class Trials:
 
 
 class _Clock:
-    """Times a call on its device, with a cold L2 cache on a GPU."""
+    """Times a call on its device, with a cold L2 cache on a GPU and without the host: a program
+    that waits for its host gains nothing by any backend.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.flush: Tensor | None = None
+        self.ahead_ms = 0.0
         if device.type == "cuda":
             # Not the device: communication on other streams may wait for a rank that waits for us.
             torch.cuda.current_stream(device).synchronize()
             size = torch.cuda.get_device_properties(device).L2_cache_size
             self.flush = torch.empty(max(size, 1 << 20), dtype=torch.uint8, device=device)
+
+    def get_ahead(self, call: Call) -> None:
+        """Learn how long the host takes for a call."""
+        if self.flush is not None:
+            began = time.perf_counter()
+            call()
+            took = 1e3 * (time.perf_counter() - began)
+            self.ahead_ms = min(max(self.ahead_ms, AHEAD * took), MOST_AHEAD_MS)
 
     def start(self, call: Call) -> Callable[[], float]:
         """Call; the ms that it took are asked for later, so that the host need not wait."""
@@ -257,8 +271,8 @@ class _Clock:
             call()
             ms = 1e3 * (time.perf_counter() - began)
             return lambda: ms
-        for _ in range(FLUSHES):
-            self.flush.zero_()
+        spin(int(self.ahead_ms * CYCLES_PER_MS))
+        self.flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()

@@ -243,7 +243,6 @@ def _train_emulated(place: Place, model: UserModel, plan: str, work: Workload) -
     """As the first of the emulated ranks; on a CPU only to try the benchmark."""
     cuda = place.device.startswith("cuda")
     left = footprint.free_device() if cuda else 0
-    held = torch.cuda.memory_reserved() if cuda else 0
     peaks: tuple[int | None, int | None] = (None, None)
     try:
         with joined(0, place.world), emulate(ClusterNetwork(place.cluster)) as emulation:
@@ -258,7 +257,7 @@ def _train_emulated(place: Place, model: UserModel, plan: str, work: Workload) -
                 raise RuntimeError("no collective went over the emulated network")
             if cuda:
                 allocated, reserved = footprint.peaks_on_cuda(step)
-                peaks = allocated - left, reserved - held
+                peaks = allocated - left, reserved - left
             del step
     except Exception as error:
         if not isinstance(error, torch.OutOfMemoryError):
