@@ -15,8 +15,7 @@ STEP = Benchmark(
     (
         Option("--against", {"choices": ["torch"], "default": "torch",
                              "help": "the peer (default: torch)"}),
-        JSON,
-        PLOT,
+        *ROWS,
         list_names("--cases", "case", ("fake8", "gloo2", "h200", "graph", "static")),
         list_names("--strategies", "strategy", ("zero3", "zero2", "zero1", "ddp"), None,
                "of zero3, zero2, zero1, ddp; default: all that a case has"),
@@ -25,8 +24,6 @@ STEP = Benchmark(
                              "with only the import of fully_shard changed (default: plan)"}),
         count("--steps", None, "timed steps of each candidate"),
         Option("--only", {"metavar": "TEXT", "help": "cases that have this in their names"}),
-        QUICK,
-        COMMIT,
     ),
     """\
 cases:

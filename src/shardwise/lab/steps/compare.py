@@ -16,13 +16,13 @@ import torch
 
 from shardwise.description.language_model import draw_tokens
 from shardwise.lab.charts import draw_bars
-from shardwise.lab.rows import describe_run, say
+from shardwise.lab.rows import RowFile, say
 from shardwise.lab.steps import engines
 from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.lab.steps.engines import Wrap, Wrapped
 from shardwise.lab.steps.measure import BenchmarkError, measure
 from shardwise.lab.steps.models import build_model
-from shardwise.profiling.results import Row, print_table, write_json
+from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import Side
 
 SIDES = ("ours", "theirs")
@@ -50,34 +50,37 @@ def run(arguments: argparse.Namespace) -> None:
     choice = StepChoice(
         arguments.strategies, arguments.steps, arguments.quick, arguments.through, arguments.only
     )
-    facts = describe_run(arguments)
-    rows: list[Row] = []
+    file = RowFile.of(arguments, lambda row: f"{row['case']} {row['strategy']}")
     for family in select(arguments.cases, choice).values():
-        answer = family.ask(compare_all, family, arguments.quick)
-        if "error" in answer:
-            sys.exit(f"shardwise: {answer['error']}")
-        rows += answer["rows"]
-        if any(case.through == "capture" for case in family.cases):
+        for case in file.missing(family.cases, lambda c: f"{c.name} {c.strategies[-1]}"):
+            alone = dataclasses.replace(family, cases=(case,))
+            answer = family.ask(compare_all, alone, arguments.quick)
+            if "error" in answer:
+                sys.exit(f"shardwise: {answer['error']}")
             for row in answer["rows"]:
-                row["alone"] = _measure_alone(family, row)
-    if arguments.json is not None:
-        write_json(arguments.json, **facts, rows=rows)
+                file.add(row)
+        for case in family.cases:
+            for row in file.rows:
+                if row["case"] == case.name and case.through == "capture":
+                    _measure_alone(file, family, case, row)
+    rows = file.rows
     if arguments.plot is not None:
         arguments.plot.write_text(draw(rows), encoding="utf-8")
     if rows:
-        show(rows, facts)
+        show(rows, file.facts)
     else:
         print("nothing was measured: no case of these is left on this machine")
 
 
-def _measure_alone(family: Family, row: Row) -> dict[str, dict[str, int]]:
-    """Bytes of each candidate in a process that has nothing else on the device."""
-    case = next(case for case in family.cases if case.name == row["case"])
-    found = {}
-    for name in _wraps(case):
+def _measure_alone(file: RowFile, family: Family, case: StepCase, row: Row) -> None:
+    """Add bytes of each candidate in a process that has nothing else on the device."""
+    found = row.setdefault("alone", {})
+    for name in [name for name in _wraps(case) if name not in found]:
+        if file.time_is_up():
+            return
         say(f"{case.name} {row['strategy']}: {name} alone")
         found[name] = family.ask(take_memory, family, case, row["strategy"], name)
-    return found
+        file.write()
 
 
 def take_memory(family: Family, case: StepCase, strategy: str, name: str) -> dict[str, int]:
