@@ -233,8 +233,12 @@ def test_calls_take_turns_and_failures_are_named(monkeypatch: pytest.MonkeyPatch
     ms = {"a": 2.0, "b": 2.5, "slow": 3.5}
 
     class Clock:
+        ahead_ms = 0.0
+
         def __init__(self, device: torch.device) -> None:
             assert device == CPU
+
+        def get_ahead(self, call: Callable[[], object]) -> None: ...
 
         def start(self, call: Callable[[], object]) -> Callable[[], float]:
             call()

@@ -29,7 +29,7 @@ def findings() -> Findings:
 def test_one_gpu_is_measured_and_its_links_are_taken_from_a_named_cluster(monkeypatch) -> None:
     host = HostFindings(Sampled(2e-5, 1e-6), Sampled(3e-4, 2e-5), Sampled(4e-5, 3e-6))
     h100 = Cluster.load("h100x8")
-    monkeypatch.setattr("shardwise.calibration.calibrate._memory", lambda *_: 8e10)
+    monkeypatch.setattr("shardwise.calibration.calibrate.memory_of_rank", lambda *_: 8e10)
     monkeypatch.setattr(
         "shardwise.calibration.calibrate.describe_environment",
         lambda: {"gpu": "G", "torch": "2", "load_at_start": 0.0, "cpu": "C", "cores": 2},

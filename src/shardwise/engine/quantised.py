@@ -10,7 +10,7 @@ import torch
 
 from shardwise.engine import torch_private
 from shardwise.engine.collectives import Handle, Unpack
-from shardwise.engine.gathers import UnitGather
+from shardwise.engine.unit import UnitGather
 from shardwise.planning.blocks import BLOCK, CODES, SCALE_BYTES, Message
 
 if TYPE_CHECKING:

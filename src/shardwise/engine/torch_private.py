@@ -30,9 +30,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardwise.kernels.torch_private import inside_backward
+from shardwise.kernels.torch_private import backward_pass
 
-# torch's own, from here; and what the kernels below ask too.
+# torch's own, from here.
 __all__ = [
     "REGISTRY_KEY",
     "STATE_KEY",
@@ -40,7 +40,6 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPState",
     "RegistryItem",
-    "inside_backward",
 ]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -244,6 +243,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     when the gradients of unused parameters will not come any more.
     """
     torch.autograd.Variable._execution_engine.queue_callback(outside_transforms(callback))
+
+
+def inside_backward() -> bool:
+    """Whether a backward pass runs now: a forward in it recomputes, and begins no pass."""
+    return backward_pass() != -1
 
 
 def made_by(view: torch.Tensor) -> Any:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UserError, nearest
-from shardwise.kernels.torch_private import inside_backward, spin
+from shardwise.kernels.torch_private import backward_pass, spin
 
 if TYPE_CHECKING:
     from shardwise.kernels.attention.backends import Request
@@ -148,7 +148,7 @@ def _can_measure(request: Request) -> bool:
     if torch.cuda.is_current_stream_capturing():
         return False
     # A trial's backward would wait for the thread that waits for the trial.
-    return not inside_backward() and _bytes_needed(request) <= _bytes_free(request.device) // 2
+    return backward_pass() == -1 and _bytes_needed(request) <= _bytes_free(request.device) // 2
 
 
 def _bytes_needed(request: Request) -> int:
