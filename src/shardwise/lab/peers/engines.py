@@ -183,7 +183,7 @@ def _wrap_deepspeed(stage: int, model: Any, precision: Precision) -> Wrapped:
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
     settings = {"wrap": f"deepspeed {deepspeed.__version__}", "config": config}
-    return _DeepSpeed(model, optimizer, 1, settings, engine, stage)
+    return _DeepSpeed(model, optimizer, 1, settings, engine=engine, stage=stage)
 
 
 def _fsdp1(strategy: str) -> Peer:
