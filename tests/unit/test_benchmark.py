@@ -253,7 +253,7 @@ def test_a_quick_run_writes_every_figure(tmp_path):
     )
     assert "fully_shard" in shown.stdout
     written = json.loads(path.read_text())
-    assert set(written) == {"environment", "command", "rows"}
+    assert set(written) == {"environment", "command", "quick", "rows"}
     assert written["command"].startswith("shardwise bench step --against torch --quick")
     (row,) = written["rows"]
     assert (row["case"], row["strategy"], row["peer"]) == ("fake8", "zero3", "fully_shard")
