@@ -97,7 +97,9 @@ def test_slurm_on_two_hosts_begins_again_after_a_rank_is_killed(
     """
     tools = tmp_path / "bin"
     tools.mkdir()
-    stand_ins = {"scontrol": f"echo {NAMES[0]}; echo {NAMES[1]}", "srun": 'exec "$@"'}
+    # A slow scontrol: whoever reads the first name only is gone when the second comes.
+    names = f"echo {NAMES[0]}; sleep 0.2; echo {NAMES[1]}"
+    stand_ins = {"scontrol": names, "srun": 'exec "$@"'}
     for name, line in stand_ins.items():
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)
