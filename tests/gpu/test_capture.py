@@ -7,6 +7,7 @@ Needs no pytest where there is none: `python -m tests.gpu.test_capture` runs the
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 import warnings
@@ -430,6 +431,22 @@ def _on_gloo() -> tuple[str | None, bool]:
         warnings.simplefilter("ignore")
         losses = [step(draw(i)) for i in range(6)]
     return step.reason, all(bool(torch.isfinite(loss)) for loss in losses)
+
+
+def test_a_dropped_step_gives_its_memory_back() -> None:
+    """The first one leaves what libraries keep for its stream, the others nothing."""
+    with nccl_of_one():
+        left = []
+        for _ in range(3):
+            run = Run(False, {"dtype": "bfloat16"})
+            step = sw.capture(run.step)
+            train(run, step, {})
+            assert step.recordings, step.reason
+            del run, step
+            gc.collect()
+            torch.cuda.empty_cache()
+            left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        assert left[1] == left[2], left
 
 
 def test_gloo_is_named() -> None:

@@ -10,10 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine import torch_private
-from shardwise.engine.collectives import (
-    Record,
-)
+from shardwise.engine.collectives import Group, Record
 from shardwise.planning.memory import count_sent
 from tests.ranks import Ranks
 
@@ -204,19 +201,86 @@ def test_one_unit_is_whole_while_it_runs(two: Ranks) -> None:
         assert seen == expected
 
 
-def scatter_both_ways() -> tuple[bool, bool]:
-    """gloo's reduce-scatter and the one that spends its input: the same bits, one keeps it."""
+def scatter_both_ways() -> tuple[bool, bool, bool]:
+    """gloo's reduce-scatter, and the sum of the parts that each rank gets, in the ranks' order."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(rank)
-    whole = torch.randn(ranks * 1000)
-    found, spent = torch.empty(1000), whole.clone()
-    torch_private.reduce_scatter(found, whole, None).wait()
-    again = torch.empty(1000)
-    torch_private.reduce_scatter(again, spent, None, spends=True).wait()
-    torch.manual_seed(rank)
-    untouched = torch.equal(whole, torch.randn(ranks * 1000))
-    return torch.equal(found, again), untouched
+    everybody = [
+        torch.randn(ranks * 1000, generator=torch.Generator().manual_seed(r)) for r in range(ranks)
+    ]
+    whole, found, again = everybody[rank].clone(), torch.empty(1000), torch.empty(1000)
+    group = Group("shard", dist.group.WORLD, ranks, rank, None)
+    group.reduce_scatter(found, whole).wait()
+    group.reduce_scatter(again, whole, by="parts").wait()
+    kept = torch.equal(whole, everybody[rank])
+    spent = torch.empty(1000)
+    group.reduce_scatter(spent, whole, by="in place").wait()
+    expected = everybody[0].clone()
+    for each in everybody[1:]:
+        expected += each
+    mine = expected[1000 * rank : 1000 * (rank + 1)]
+    close = bool((found - again).abs().max() < 1e-6 * ranks)
+    return torch.equal(again, mine), close and torch.equal(spent, found), kept
 
 
-def test_a_scatter_that_spends_its_input_gives_the_same_bits(four: Ranks) -> None:
-    assert four.run(scatter_both_ways) == [(True, True)] * 4
+def test_a_scatter_of_parts_gives_the_sums_in_the_order_of_the_ranks(four: Ranks) -> None:
+    assert four.run(scatter_both_ways) == [(True, True, True)] * 4
+
+
+class Handing(nn.Module):
+    """Adds what it is handed, and hands it on: as it came, written to in place, or not at all."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.line, self.scale = how, nn.Linear(WIDTH, WIDTH), nn.Linear(1, WIDTH)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+        x = torch.tanh(self.line(x)) + bias
+        if self.how == "in place":
+            bias.mul_(self.scale(torch.ones(1)))
+        return x if self.how == "kept" else (x, bias)
+
+
+class Handed(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Handing(how) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.first(x)
+        for layer in self.layers:
+            given = layer(x, bias)
+            x, bias = given if isinstance(given, tuple) else (given, bias)
+        return (x + bias).square().mean()
+
+
+def _hand(how: str) -> tuple[int, float]:
+    """How many gathers a step has, and how far its gradients are from those of one process."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Handed(how))
+    alone, model = models[0], sw.shard(models[1], sw.Plan.of("zero3", 2, units=[Handing]))
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    alone(x).backward()
+    for _ in range(3):
+        model.zero_grad()
+        with sw.record() as log:
+            (model(x) / 2).backward()
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    apart = [
+        float((mine.grad.full_tensor() - whole.grad).abs().max())  # type: ignore[union-attr]
+        for whole, mine in pairs
+        if whole.grad is not None
+    ]
+    return log.counts()["all_gather"], max(apart)
+
+
+@pytest.mark.parametrize("how", ["on", "in place"])
+def test_an_input_that_is_handed_on_brings_no_third_gather(two: Ranks, how: str) -> None:
+    """Its gradient is complete when the block's backward is over: it announces no other one."""
+    for (plain, _), (gathers, apart) in zip(
+        two.run(_hand, "kept"), two.run(_hand, how), strict=True
+    ):
+        assert apart < 1e-6
+        assert how == "in place" or gathers == plain

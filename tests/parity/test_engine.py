@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.description.recompute import run_again
+from shardwise.description.workload import Recomputing
 from shardwise.engine import gradients
 from shardwise.engine.engine import engine_of
 from tests.parity.models import Block, Model, OddBlock, build, loss_sum, token_batch
@@ -184,6 +187,16 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class KeptProducts(Checkpointed):
+    """Blocks with units inside, recomputed but for attention and every other product."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = run_again(Recomputing(keeps_products=True), True, layer, x)
+        return self.head(x)
+
+
 class InnerBlock(OddBlock):
     """Checkpoints inside its own forward: recomputation never calls the unit's module."""
 
@@ -222,6 +235,7 @@ KINDS: dict[str, type[Model]] = {
         Looped,
         Checkpointed,
         Reentrant,
+        KeptProducts,
         InnerCheckpointed,
         TiedCheckpointed,
         TiedReentrant,
@@ -551,3 +565,52 @@ def peak_of_gradients() -> int:
 
 def test_a_backward_holds_no_gradients_beside_the_message(two: Ranks) -> None:
     assert two.run(peak_of_gradients) == [0, 0]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.out = nn.Linear(6 * 36, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.conv(x)).flatten(1))
+
+
+def _train_normed(name: str, own_unit: bool) -> bool:
+    """A batch norm in 16 bits keeps its statistics, and computes with a rounded scale in 32."""
+    torch.manual_seed(0)
+    alone, model = Normed(), Normed()
+    model.load_state_dict(alone.state_dict())
+    for parameter in alone.parameters():
+        parameter.data = parameter.data.bfloat16()
+    x = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)
+    conv, norm, out = alone.conv, alone.norm, alone.out
+    made = functional.batch_norm(
+        conv(x.bfloat16()), norm.running_mean, norm.running_var, norm.weight.float(),
+        norm.bias.float(), training=True, momentum=norm.momentum,
+    )  # fmt: skip
+    expected = out(made.flatten(1))
+    units: Any = [nn.BatchNorm2d, nn.Linear] if own_unit else None
+    plan = sw.Plan.of(name, 2, units=units, compute_dtype="bfloat16", reduce_dtype="float32")
+    found = sw.shard(model, plan)(x)
+    expected.float().square().sum().backward()
+    found.float().square().sum().backward()
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    grads = all(
+        torch.equal(_whole(mine.grad), 2 * whole.grad.float())  # type: ignore[union-attr, arg-type]
+        for whole, mine in pairs
+    )
+    kept = model.norm.running_mean
+    assert kept is not None and kept.dtype == torch.float32
+    return torch.equal(found, expected) and grads and torch.equal(kept, norm.running_mean)
+
+
+def _whole(gradient: Any) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("name", ["zero3", "ddp"])
+@pytest.mark.parametrize("own_unit", [False, True])
+def test_a_norm_with_statistics_trains_in_16_bits(two: Ranks, name: str, own_unit: bool) -> None:
+    assert all(two.run(_train_normed, name, own_unit))

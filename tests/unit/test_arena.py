@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
-from shardwise.planning.memory import lay_out_arena
+from shardwise.description.cluster import Cluster
+from shardwise.description.workload import Workload
+from shardwise.emulation.run import joined
+from shardwise.planning.memory import count_kept, lay_out_arena
+from shardwise.profiling import footprint
 from shardwise.schedule.arena import ALIGNMENT, Life, Lives, lay_out
 
 ROLES = st.sampled_from(["full", "staging", "slot"])
@@ -81,3 +85,38 @@ def test_explain_prints_the_arena_to_the_byte() -> None:
     full = 32 * 33 * torch.float32.itemsize
     assert device < 4 * (full + 4 * 8 * 4 + ALIGNMENT)
     assert "arena" not in sw.Plan.of("zero3", 4).resolve(model).explain()
+    # The block is always there: what stands in it counts whole, the gradients' rows come on top,
+    # and on a host what gloo's ranks receive beside a slot.
+    kept = count_kept(plan)
+    assert kept.at_once == kept.master + kept.state + device + kept.gradients
+    received = full + 4 * 4 * 8
+    assert kept.host_at_once == kept.master + kept.state + host + kept.gradients + received
+
+
+def test_auto_is_an_arena_where_there_are_streams() -> None:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    arena, auto, plain = (
+        sw.Plan.of("zero3", 4, units=[nn.Linear], memory=memory).resolve(model)
+        for memory in ("arena", "auto", "allocator")
+    )
+    assert [p.has_arena(streams=True) for p in (arena, auto, plain)] == [True, True, False]
+    assert [p.has_arena(streams=False) for p in (arena, auto, plain)] == [True, False, False]
+    device = lay_out_arena(auto, 1, streams=True).nbytes
+    assert f"arena: {device:,} bytes in one block; on a CPU none" in auto.explain()
+    described = sw.describe(model, torch.zeros(2, 32), auto)
+    work = Workload(1, 2, of="samples")
+    for name, expected in (("h200x8-measured", arena), ("cpu-gloo", plain)):
+        cluster = Cluster.load(name)
+        peaks = [sw.simulate(p, described, cluster, work).peak() for p in (auto, expected)]
+        assert peaks[0].total == peaks[1].total
+        found = sw.simulate(auto, described, cluster, work).memory[0].roles["full"]
+        assert (set(found[1:]) == {device}) == (name != "cpu-gloo")
+
+
+def test_a_host_has_no_arena_by_auto(no_group: None) -> None:
+    with joined(0, 4):
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        sw.shard(model, sw.Plan.of("zero3", 4, memory="auto"))
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+        assert footprint.arena_bytes(model) is None

@@ -5,7 +5,9 @@ recorder that stands in for CUDA's runs the step at each replay, on the recordin
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,6 +134,25 @@ def test_eager_steps_then_one_recording_then_replays_train_alike(on_cpu: None) -
     # The first call meets the model, before there is a recorder.
     assert step._recorder.counts == (1, 1, 1, 6)
     assert step._recorder.fixed == [True]
+
+
+@pytest.mark.parametrize("memory", ["allocator", "arena"])
+def test_a_dropped_step_and_its_model_are_gone(on_cpu: None, memory: str) -> None:
+    """Once nobody holds them nothing else does: no graph, no hook, no table of the engine's."""
+    run = Run(memory=memory)
+    step = captured(run.step)
+    kept = [step(draw(i)) for i in range(8)]
+    engine = engine_of(run.model)
+    gone = [weakref.ref(each) for each in (run.model, run.optimizer, engine, step)]
+    gone += [weakref.ref(unit.parameters.full) for unit in engine.units]
+    if engine.executor.arena is not None:
+        assert engine.executor.arena.block is not None
+        gone.append(weakref.ref(engine.executor.arena.block))
+    assert len(gone) == 4 + len(engine.units) + (memory == "arena") and len(step.recordings) == 1
+    del run, step, engine
+    gc.collect()
+    assert [type(each()).__name__ for each in gone if each() is not None] == []
+    assert len(kept) == 8
 
 
 def test_an_output_is_the_caller_s_own(on_cpu: None) -> None:

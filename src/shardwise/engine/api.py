@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine import checks
+from shardwise.engine import checks, torch_private
 from shardwise.engine.arena import Arena
 from shardwise.engine.attach import attach, find_device
 from shardwise.engine.engine import ENGINE_KEY, Engine, engine_of, is_sharded
@@ -58,8 +58,13 @@ def check_whole(model: nn.Module) -> None:
 
 def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
     """An engine over `units`, the hooks that call it, and what `copy.deepcopy` calls."""
-    arena = Arena(mesh.device) if plan.memory == "arena" else None
-    executor = TensorExecutor(mesh.device, arena, spends=True)
+    on_gpu = mesh.device.type == "cuda"
+    arena = Arena(mesh.device) if plan.has_arena(on_gpu) else None
+    if arena is not None and on_gpu:
+        torch_private.let_segments_grow()
+    # Slots of all units at once, on a host: none has room for parts beside it.
+    scatters_by = "in place" if plan.policy.replicates_gradients else "parts"
+    executor = TensorExecutor(mesh.device, arena, scatters_by)
     engine = Engine(model, units, mesh, plan.policy, executor)
     engine.plan = plan
     nodes = _hang(model, plan, engine)

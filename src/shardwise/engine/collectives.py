@@ -161,16 +161,16 @@ class Group:
         return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None, spends: bool = False
+        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None, by: str = "torch"
     ) -> Handle:
-        """The sum over ranks of everybody's `input`; this rank gets its equal part of it. With
-        `spends`, nobody reads the input afterwards, and it may be written to.
+        """The sum over ranks of everybody's `input`; this rank gets its equal part of it, by one of
+        SCATTERS.
         """
         self._note("reduce_scatter", input)
         if custom is not None:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
             return _issued(handle or DONE)
-        return _issued(torch_private.reduce_scatter(output, input, self.group, spends))
+        return _issued(SCATTERS[by](output, input, self.group))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """This rank's part of everybody's `input`, one after the other, into `output`."""
@@ -224,8 +224,7 @@ class Group:
         """Whether a grouped call takes this device's tensors. gloo's does not, though its other
         calls do: it reads them as the host's, and the process dies.
         """
-        backends = dist.get_backend_config(self.group).split(",")
-        return device.type == "cpu" or f"{device.type}:gloo" not in backends
+        return device.type == "cpu" or not is_gloo(self.group, device)
 
     def _note(self, name: str, *tensors: torch.Tensor) -> None:
         if open_records or marks.on is not None:
@@ -235,6 +234,49 @@ class Group:
                     log.calls.append(Call(name, self.axis, nbytes, self.size))
             if marks.on is not None:
                 marks.on.call(name, self.axis, nbytes, self.members)
+
+
+def is_gloo(group: Any, device: torch.device) -> bool:
+    """Whether gloo moves this device's tensors."""
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def scatter_parts(output: torch.Tensor, input: torch.Tensor, group: Any) -> Handle:
+    """A reduce-scatter by the cheapest collectives. gloo (up to torch 2.13) makes one of an
+    all-reduce, which brings everybody all parts. So there each rank gets its own part of
+    everybody's input, beside it, and adds them in the order of the ranks.
+    """
+    if input.device.type != "cpu" or not is_gloo(group, input.device):
+        work: Handle = torch_private.reduce_scatter(output, input, group)
+        return work
+    received = torch.empty_like(input)
+    parts = received.view(dist.get_world_size(group), -1)
+    work = torch_private.all_to_all(received, input, group)
+    return After(work, lambda: add_up(parts, output.view(-1)))
+
+
+def scatter_in_place(output: torch.Tensor, input: torch.Tensor, group: Any) -> Handle:
+    """The same with no memory beside the input, which gloo then all-reduces: for those of whom
+    there are many at once. The input is worth nothing afterwards.
+    """
+    if input.device.type != "cpu" or not is_gloo(group, input.device):
+        work: Handle = torch_private.reduce_scatter(output, input, group)
+        return work
+    own = input.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
+    work = dist.all_reduce(input, group=group, async_op=True)
+
+    def end() -> None:
+        output.copy_(own.view_as(output))
+
+    return After(work, end)
+
+
+# How a reduce-scatter is made. "torch": by its own call, as whoever watches that expects.
+SCATTERS: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], Handle]] = {
+    "torch": torch_private.reduce_scatter,
+    "parts": scatter_parts,
+    "in place": scatter_in_place,
+}
 
 
 def digest(value: object) -> int:

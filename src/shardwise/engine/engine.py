@@ -144,9 +144,8 @@ class Engine:
         """Before a step's micro-batches: ranks compare how many each runs, and the order of their
         last forward. True if some replica runs none.
         """
-        if torch_private.is_recording(
-            static.fixed
-        ):  # compared when it was rehearsed, and whoever records asks nobody
+        # Compared when it was rehearsed, and whoever records asks nobody.
+        if torch_private.is_recording(static.fixed):
             return False
         order, agreement = self.schedule.forward_order.names, self.agreement
         inside = self.mesh.shard.exchange((count, digest(order)))
@@ -214,9 +213,8 @@ class Engine:
             sums = unit.sums
             if unit.gradients is not None and not sums.opened and unit.gradients.cleared:
                 unit.gradients.drop()
-        if self.policy.refreshes or (
-            torch_private.is_recording(static.fixed)
-        ):  # gathered anew, whatever they hold
+        # Gathered anew, whatever they hold.
+        if self.policy.refreshes or torch_private.is_recording(static.fixed):
             return
         kept = []
         for unit in [unit for unit in units if unit.stale]:

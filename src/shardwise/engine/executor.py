@@ -119,12 +119,10 @@ class TensorExecutor:
     """Moves one engine's tensors, on three lanes: gathers, scatters, sums over replicas."""
 
     def __init__(
-        self, device: torch.device, arena: Arena | None = None, spends: bool = False
+        self, device: torch.device, arena: Arena | None = None, scatters_by: str = "torch"
     ) -> None:
         self.arena = arena  # lends the memory of a step, where a Plan says so
-        # A scatter may use its input up. Not under torch's surface: whoever watches its collectives
-        # expects a reduce-scatter.
-        self._spends = spends
+        self._scatters_by = scatters_by  # of collectives.SCATTERS
         self.gathers, self.scatters, self.replicas = Lane(device), Lane(device), Lane(device)
         self.ordered = self.gathers.ordered
         # In this backward: the lanes that were used.
@@ -307,7 +305,7 @@ class TensorExecutor:
             if gradients.exchanges:
                 handle = self._order(self._exchange(unit, slot, rows))
             else:
-                handle = self._order(group.reduce_scatter(rows, slot, custom, self._spends))
+                handle = self._order(group.reduce_scatter(rows, slot, custom, self._scatters_by))
         reduction.held = TensorHeld(rows, into_sums, loan)
         reduction.lane, reduction.pending = lane, handle
 

@@ -46,6 +46,10 @@ class Node:
         self.is_root = False
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self.input_device: torch.device | None = None  # where the root's inputs are moved to
+        # While its forward runs: inputs that carry a gradient, and what made them.
+        self._entered: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        if any(unit.options.compute_dtype is not None for unit in units):
+            _let_norms_compute_as_their_statistics(module)
         self.hang()
 
     @property
@@ -86,7 +90,12 @@ class Node:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` as the module's forward."""
         args, kwargs = self.before(self.module, args, kwargs)
-        return self.after(self.module, args, function(*args, **kwargs))
+        try:
+            output = function(*args, **kwargs)
+        except BaseException:
+            self._entered = {}
+            raise
+        return self.after(self.module, args, output)
 
     def unhang(self) -> None:
         """Take them off again."""
@@ -104,8 +113,10 @@ class Node:
             args, kwargs = moved
         if self.input_dtype is not None:
             args, kwargs = cast_to((args, kwargs), self.input_dtype)
-        if self.tracks_inputs and torch.is_grad_enabled():
-            self._watch_inputs(args, kwargs)
+        if torch.is_grad_enabled():
+            self._note_inputs(args, kwargs)
+            if self.tracks_inputs:
+                self._watch_inputs(args, kwargs)
         if marks.on is not None:
             marks.on.enter(
                 self._unit_name, "backward" if torch_private.inside_backward() else "forward"
@@ -130,6 +141,25 @@ class Node:
     @property
     def _unit_name(self) -> str:
         return self.units[-1].name if self.units else ""
+
+    def _note_inputs(self, args: Any, kwargs: Any) -> None:
+        found = (t for t in tensors_in((args, kwargs)) if t.requires_grad)
+        self._entered = {id(t): (weakref.ref(t), t.grad_fn) for t in found}
+
+    def _made_here(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs that are not inputs as they came: the gradient of one that is only passed through
+        (T5 hands a bias from block to block) is complete long after this module's backward.
+        """
+        entered, self._entered = self._entered, {}
+        if not entered:
+            return outputs
+        own = []
+        for tensor in outputs:
+            reference, made_by = entered.get(id(tensor), (None, None))
+            passed = reference is not None and reference() is tensor
+            if not passed or made_by is not tensor.grad_fn:
+                own.append(tensor)
+        return own or outputs
 
     def _watch_inputs(self, args: Any, kwargs: Any) -> None:
         """When the gradient of an input is complete, this module's backward is over."""
@@ -175,7 +205,7 @@ class Node:
         watched = (
             [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
         )
-        for tensor in watched:
+        for tensor in self._made_here(watched):
             watch = self._watch(weakref.ref(self))
             origin = torch_private.made_by(tensor)
             if origin is not None:  # the tensor and its hooks may leave the graph, that node stays
@@ -233,6 +263,7 @@ class Node:
         error, engine = sys.exc_info()[1], self._engine
         if error is None:
             return
+        self._entered = {}
         recomputes = torch_private.inside_backward()
         # While a graph is recorded no event may be waited for; who records it puts all back.
         ends = engine is not None and engine.forward_root is self and not recomputes
@@ -254,6 +285,41 @@ class Node:
             marks.on.turn(self._unit_name, "backward")
         for unit in self.units:
             engine.before_backward(unit)
+
+
+_AS_SHOWN = "_shardwise_as_shown"
+_WITH_STATISTICS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+
+def _let_norms_compute_as_their_statistics(module: nn.Module) -> None:
+    """torch's kernels want the scale and shift of a norm in the dtype of its running statistics, so
+    they are cast for the call. (Under autocast they are never cast to 16 bits.)
+    """
+    for norm in module.modules():
+        if isinstance(norm, _WITH_STATISTICS) and _AS_SHOWN not in norm.__dict__:
+            norm.__dict__[_AS_SHOWN] = {}
+            norm.register_forward_pre_hook(_cast_norm)
+            # Before the engine's own, which may take the unit's parameters off the module.
+            norm.register_forward_hook(_restore_norm, prepend=True, always_call=True)
+
+
+@torch_private.never_compiled
+def _cast_norm(norm: Any, args: Any) -> None:
+    own: dict[str, Any] = torch_private.parameters_of(norm)
+    wanted = norm.running_mean.dtype if norm.running_mean is not None else None
+    for name, parameter in own.items() if wanted is not None else ():
+        if parameter is not None and parameter.dtype != wanted:
+            norm.__dict__[_AS_SHOWN][name] = parameter
+            own[name] = parameter.to(wanted)
+
+
+@torch_private.never_compiled
+def _restore_norm(norm: Any, args: Any, output: Any) -> None:
+    torch_private.parameters_of(norm).update(norm.__dict__[_AS_SHOWN])
+    norm.__dict__[_AS_SHOWN].clear()
 
 
 def node_of(module: nn.Module) -> Node | None:

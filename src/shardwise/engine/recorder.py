@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -31,6 +32,20 @@ class Uncapturable(Exception):
         self.result = result
 
 
+_of_thread = threading.local()
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Where a thread warms up and records all its steps: libraries keep memory for every stream
+    that they meet, and do not give it back when a step is let go.
+    """
+    streams: dict[torch.device, torch.cuda.Stream]
+    streams = _of_thread.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
+
+
 class Recorder:
     """The graphs of one captured step, in one pool of memory: only one of them runs at a time, and
     nothing but its gradients, which are held, outlives it.
@@ -38,13 +53,20 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream_of(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._has_warmed = False
         self.refusal: str | None = None  # what the last rehearsal found
         self._draws = True  # the step draws random numbers on the device
 
     def warm(self, run: Callable[[], Result]) -> Result:
-        """Run a step on the graphs' stream, so that what libraries keep for a stream is there."""
+        """Run a step on the graphs' stream, so that what libraries keep for a stream is there. The
+        allocator gives no stream what it keeps for another one, so that is given back first.
+        """
+        if not self._has_warmed:
+            self._has_warmed = True
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:
@@ -129,8 +151,9 @@ class Recorder:
         self, graph: torch.cuda.CUDAGraph, spare: torch.Generator, state: torch.Tensor
     ) -> None:
         """After a recording that failed: torch's allocator and generator may still take part in it,
-        because torch ends them only after what can fail.
+        because torch ends them only after what can fail. Its stream is no other step's.
         """
+        _of_thread.__dict__.get("streams", {}).pop(self.device, None)
         # The allocator asks it which streams are being recorded, even then.
         _failed.append(graph)
         torch_private.end_recorded_memory(self.device, self._pool)

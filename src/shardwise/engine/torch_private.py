@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import os
 import re
 import warnings
 import weakref
@@ -81,32 +82,12 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
     return getattr(dist, ALL_GATHER)(output, input, group=group, async_op=True)
 
 
-def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, group: Any, spends: bool = False
-) -> Any:
-    """Under way. gloo (up to torch 2.13) makes it of an all-reduce of a copy of the input. Where
-    the caller `spends` that, it is all-reduced itself: the same sums without the copy.
-    """
-    on_host = spends and input.device.type == "cpu"
-    if on_host and "cpu:gloo" in dist.get_backend_config(group).split(","):
-        own = input.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
-        return _Scattered(dist.all_reduce(input, group=group, async_op=True), output, own)
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
     return getattr(dist, REDUCE_SCATTER)(output, input, group=group, async_op=True)
 
 
 def all_to_all(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
     return dist.all_to_all_single(output, input, group=group, async_op=True)
-
-
-class _Scattered:
-    """An all-reduce under way, of which a part is wanted."""
-
-    def __init__(self, work: Any, output: torch.Tensor, own: torch.Tensor) -> None:
-        self._work, self._output, self._own = work, output, own
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._output.copy_(self._own.view_as(self._output))
 
 
 @functools.cache
@@ -339,6 +320,25 @@ def end_recorded_memory(device: torch.device, pool: Any) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     with contextlib.suppress(RuntimeError):  # it has left it
         torch._C._cuda_endAllocateToPool(index, pool)
+
+
+def let_segments_grow() -> None:
+    """Let the allocator map memory page by page (`expandable_segments`), so that it reserves little
+    beyond what is allocated. Whoever configures it in the environment is left alone.
+    """
+    if any(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+        return
+    try:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    except AttributeError:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def clear_workspaces() -> None:
+    """Give back what cuBLAS keeps for every stream that it has met (on an H200 32 MiB for each
+    thread and stream). Not while a graph is alive: it writes there when it is replayed.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextlib.contextmanager

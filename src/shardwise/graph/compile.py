@@ -9,10 +9,9 @@ that cannot be traced, and a step in which some replica has nothing to run, goes
 from __future__ import annotations
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,12 +30,11 @@ from shardwise.graph.executor import GraphParameter
 from shardwise.graph.lower import Lowering
 from shardwise.graph.parts import Parts, facts_of
 from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_passes
-from shardwise.graph.runtime import Gathering, forget_early, know, note_gathers
-from shardwise.graph.trace import Inputs, Whole, traceable
+from shardwise.graph.runtime import Gathering, Shelf, forget_early, know, note_gathers
+from shardwise.graph.trace import Guards, Inputs, Whole, traceable
 from shardwise.planning.plan import Plan
 
 BACKENDS = ("inductor", "graph")
-_OURS = ("given", "parameters")  # what the traced function has of the engine (`trace.py`)
 
 
 def compile(
@@ -98,7 +96,12 @@ class CompiledModel:
         self._facts: list[GraphParameter] = []
         self._held: list[Tensor | None] | None = None  # sums of this step's earlier micro-batches
         self._whole: list[Tensor] | None = None  # parameters that stay whole over the step
-        self._sinks: list[Tensor] | None = None
+        self._shelf: Shelf | None = None  # of the parts
+        self._given_parts: list[Tensor | None] = []  # those that graphs are given
+        self._place: Tensor | None = None  # where they find the others
+        self._sink: Tensor | None = None  # what the gradients of all parameters are said to be of
+        self._is_hidden = False  # nothing hangs where the parameters do
+        self._guards = Guards(self._whole_model, [])
         self._agreed = False  # all ranks run graphs
         self._asked = False  # and have asked each other, in the call that runs
         self._first: tuple[Parts, Gathering] | None = None  # what every forward gathers first
@@ -204,17 +207,17 @@ class CompiledModel:
         schedule = self.engine.schedule
         trains = torch.is_grad_enabled()
         ends = not trains or all(schedule.sync_now)
-        if not ends and self._sinks is None:
-            self._sinks = self._make_sinks()
         keeps = trains and self._keeps_over_step and not schedule.last_micro and self._whole is None
         given = Inputs(
-            [leaf for parts in self._parts for leaf in parts.leaves],
+            self._given_parts,
+            self._place,
             self._whole,
-            None if ends else self._sinks,
+            self._sink if trains else None,
+            [trained for parts in self._parts for trained in parts.trainable],
             self._held if ends and trains else None,
         )
-        run = self._variant(given, keeps)
-        with self._hidden(), torch_private.without_loggers():
+        run = self._variant(given, keeps, ends)
+        with self._ready_to_trace():
             if self._first is None:
                 with note_gathers() as gathers:
                     output, whole = run(given, args, kwargs)
@@ -256,33 +259,32 @@ class CompiledModel:
         policy = self.engine.policy
         return not policy.frees_in_pass
 
-    def _variant(self, given: Inputs, keeps: bool) -> Callable[..., Any]:
-        trained = tuple(parts.trainable for parts in self._parts)
-        kind = (torch.is_grad_enabled(), given.whole is None, given.sinks is None,
-                given.held is None, keeps, trained)  # fmt: skip
+    def _variant(self, given: Inputs, keeps: bool, ends: bool) -> Callable[..., Any]:
+        kind = (torch.is_grad_enabled(), given.whole is None, ends, given.held is None, keeps,
+                tuple(given.trained))  # fmt: skip
         if kind not in self._runs:
             traced = traceable(self._whole_model, self._facts, keeps)
             backend = Backend(self)
-            self._runs[kind] = torch.compile(
-                traced, backend=backend, fullgraph=True, **self._guarded()
-            )
+            given_options = self._options.get("options") or {}
+            keep = self._guards.filter(given_options.get("guard_filter_fn"))
+            options = self._options | {"options": given_options | {"guard_filter_fn": keep}}
+            self._runs[kind] = torch.compile(traced, backend=backend, fullgraph=True, **options)
         return self._runs[kind]
 
-    def _guarded(self) -> dict[str, Any]:
-        """Options of torch.compile by which it does not look at the parts and facts of parameters
-        before each call: they are the same as long as `_runs` is, and it takes a millisecond.
-        """
-        given = dict(self._options.get("options") or {})
-        asked = given.get("guard_filter_fn")
+    @contextmanager
+    def _ready_to_trace(self) -> Iterator[None]:
+        """Whatever is traced inside is traced without parameters and loggers."""
+        with ExitStack() as stack:
 
-        def keep(guards: Sequence[Any]) -> list[bool]:
-            others = asked(guards) if asked is not None else [True] * len(guards)
-            return [
-                other and re.split(r"\W", guard.name, maxsplit=1)[0] not in _OURS
-                for other, guard in zip(others, guards, strict=True)
-            ]
+            def begin() -> None:
+                if not self._is_hidden:
+                    stack.enter_context(self._hidden())
+                    stack.enter_context(torch_private.without_loggers())
 
-        return self._options | {"options": given | {"guard_filter_fn": keep}}
+            if self._guards.see_places:
+                begin()
+            with torch_private.before_tracing(begin):
+                yield
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
@@ -290,9 +292,11 @@ class CompiledModel:
         hung = [place for unit in self.engine.units for place in unit.places]
         for own, key, _, _ in hung:
             own[key] = None
+        self._is_hidden = True
         try:
             yield
         finally:
+            self._is_hidden = False
             for own, key, _, visible in hung:
                 own[key] = visible
 
@@ -300,17 +304,23 @@ class CompiledModel:
         """Backward is over: hang complete sums on the parameters, or hold them."""
         engine = self.engine
         engine.backwards += 1
+        assert self._shelf is not None and self._sink is not None
+        found = self._shelf.take()
+        # What asks for gradients of other tensors only leaves none on leaves.
+        if self._sink.grad is None:
+            found = [None] * len(found)
+        self._sink.grad = None
         if not all(engine.schedule.sync_now):
-            assert self._sinks is not None
-            self._held = [sink.grad for sink in self._sinks]
+            self._held = found if self._held is None else list(map(_add, self._held, found))
             return
+        rest = iter(found)
         for parts in self._parts:
-            parts.hand_over()
+            parts.hand_over([next(rest) for _ in parts.leaves])
         self.forget_step()
         engine.end_step(ran=True)
 
     def forget_step(self) -> None:
-        self._held = self._whole = self._sinks = None
+        self._held = self._whole = None
 
     # What is traced with
 
@@ -324,8 +334,20 @@ class CompiledModel:
             self._facts = [fact for unit in units for fact in facts_of(unit)]
             know(self.engine)
             self._runs, self._first = {}, None
+            hung = [(own, key) for unit in units for own, key, _, _ in unit.places]
+            self._guards = Guards(self._whole_model, hung)
+            leaves = [leaf for parts in self._parts for leaf in parts.leaves]
+            self._shelf = Shelf(leaves)
+            self._place, self._sink = self._shelf.make_inputs(self.engine.mesh.device)
+            together = self.passes is None
+            self._given_parts = [
+                None if together and p.moves else leaf
+                for p, leaf in zip(self._facts, leaves, strict=True)
+            ]
         for parts in self._parts:
-            parts.follow_requires_grad()
+            parts.trainable = parts.unit.trainable
+        if self._shelf is not None:
+            self._shelf.take()  # of a backward that has not come to its end
 
     def _why_not(self) -> str | None:
         """A reason why this model cannot run as graphs."""
@@ -342,16 +364,6 @@ class CompiledModel:
             if unit.parameters.tied:
                 return f"parameters of unit {unit.name!r} were tied after sharding"
         return None
-
-    def _make_sinks(self) -> list[Tensor]:
-        """Leaves to add gradients up in: of the whole parameter, or of scattered rows."""
-        scatters = self.engine.schedule.sync_now[0]
-        sinks = []
-        for p, leaf in zip(self._facts, (x for q in self._parts for x in q.leaves), strict=True):
-            shape = leaf.shape if scatters else torch.Size(p.rows.shape)
-            sink = torch.zeros((), dtype=p.reduce, device=leaf.device).expand(shape)
-            sinks.append(sink.detach().requires_grad_(leaf.requires_grad))
-        return sinks
 
     # What the backend asks
 
@@ -403,6 +415,11 @@ class _Begins:
         if compiled is not None:
             engine_private.call_after_backward(compiled.end_backward)
             compiled.engine.open_backward()
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Not into the memory of one: gradients may share it."""
+    return a + b if a is not None and b is not None else a if b is None else b
 
 
 def _first_line(error: BaseException) -> str:

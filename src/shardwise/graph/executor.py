@@ -21,7 +21,7 @@ from shardwise.graph.nodes import (
     REDUCE_SCATTER,
     WAIT,
 )
-from shardwise.graph.runtime import ADD_UP, ARRIVE, GATHER, SCATTER
+from shardwise.graph.runtime import ADD_UP, ARRIVE, DELIVER, GATHER_KEPT, SCATTER
 from shardwise.planning.rows import Rows
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.schedule.policy import UnitPolicy
@@ -51,6 +51,11 @@ class GraphParameter:
     def aliased(self) -> bool:
         """The part is the whole parameter as it is computed with."""
         return self.rows.ranks == 1 and self.master == self.compute
+
+    @property
+    def moves(self) -> bool:
+        """It is gathered, and its gradient scattered."""
+        return self.rows.ranks > 1 and self.rows.part > 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class GraphExecutor:
             p = unit.parameters[number]
             if whole is not None:
                 unit.arriving[number] = whole
-            elif p.rows.ranks == 1 or not p.rows.part:
+            elif not p.moves:
                 unit.arriving[number] = self._cast(part, p.compute)
             else:
                 sent[number] = part if self.together else self._cast(part, p.compute)
@@ -147,8 +152,10 @@ class GraphExecutor:
         if parts:
             first = next(iter(parts))
             group, dtype = self._group(unit, first), unit.parameters[first].compute
-            sent = self.call(GATHER, list(parts.values()), *group, dtype)
-            shapes = {n: (node.meta["val"].numel() * group[0],) for n, node in parts.items()}
+            numels = {n: unit.parameters[n].rows.part for n in parts}
+            kept = list(parts), sum(numels.values())
+            sent = self.call(GATHER_KEPT, parts[first], *kept, *group, dtype)
+            shapes = {n: (numel * group[0],) for n, numel in numels.items()}
             unit.under_way = Message(sent, shapes)
 
     def _wait(self, sent: Message | dict[int, Node]) -> dict[int, Node]:
@@ -218,10 +225,10 @@ class GraphExecutor:
             p = unit.parameters[number]
             if p.divide_before != 1.0:
                 node = self.call(aten.div.Tensor, self._cast(node, p.reduce), p.divide_before)
-            if not (self.together and self._moves(p)):
+            if not (self.together and p.moves):
                 node = self._rank_after_rank(self._cast(node, p.reduce), p.rows)
             found[number] = node
-        sent = {n: node for n, node in found.items() if self._moves(unit.parameters[n])}
+        sent = {n: node for n, node in found.items() if unit.parameters[n].moves}
         if self.together and sent:
             first = next(iter(sent))
             rows = {n: (unit.parameters[n].rows.part,) for n in sent}
@@ -236,11 +243,6 @@ class GraphExecutor:
             }
         reduction.pending = True if sent else None
         reduction.held = Held(found)
-
-    @staticmethod
-    def _moves(p: GraphParameter) -> bool:
-        """Its gradient is scattered."""
-        return p.rows.ranks > 1 and p.rows.part > 0
 
     def _rank_after_rank(self, node: Node, rows: Rows) -> Node:
         """A gradient, flat, with every rank's rows padded to the same number."""
@@ -299,6 +301,10 @@ class GraphExecutor:
     def hold(self, reduction: GraphReduction) -> None: ...
 
     def retire(self, reduction: GraphReduction) -> None: ...
+
+    def deliver(self, sink: Node, results: Mapping[int, Node]) -> Node:
+        """Lay the gradients on the shelf of the sink."""
+        return self.call(DELIVER, sink, list(results.values()), list(results))
 
     def finish(self) -> None:
         """Wait for the sums over replicas."""

@@ -140,6 +140,10 @@ class _Walk:
         self.copies: dict[Node, Node] = {}
         self.gathered: dict[Node, int] = {}  # markers of whole parameters, with their numbers
         self.reduced: dict[Node, int] = {}
+        # What becomes of one leaf's gradient: markers, and autograd's sums of them.
+        self._sink: Node | None = None
+        self._of_sink: set[Node] = set()
+        self._delivered: Node | None = None
         for unit in lowering.schedule.units:
             unit.needed, unit.results, unit.gradient_count = {}, {}, 0
             unit.whole = {}
@@ -152,6 +156,11 @@ class _Walk:
                 self.reduced[node] = node.args[2]
                 unit = lowering.unit_of[node.args[2]]
                 unit.gradient_count += 1
+                if node.args[3] is not None:
+                    self._sink = node.args[3]
+                    self._of_sink.add(node)
+            elif node.all_input_nodes and self._of_sink.issuperset(node.all_input_nodes):
+                self._of_sink.add(node)
         self._find_uses(nodes)
 
     def _find_uses(self, nodes: Sequence[Node]) -> None:
@@ -201,7 +210,7 @@ class _Walk:
                     begins(unit)
             if node in self.reduced:
                 self._take(node)
-            else:
+            elif node not in self._of_sink:
                 self._copy(node)
             for unit in self._ends.get(node, ()):
                 if not unit.is_root or unit.gradient_count:
@@ -229,6 +238,8 @@ class _Walk:
         if node in self.gathered:
             number = self.gathered[node]
             return self.lowering.unit_of[number].whole[number]
+        if node in self._of_sink and self._delivered is not None:
+            return self._delivered
         if node in self.reduced:
             return self._result(self.reduced[node])
         return self.copies[node]
@@ -249,6 +260,10 @@ class _Walk:
     def end(self) -> Graph:
         graph = self.executor.graph
         output = next(node for node in self.old.nodes if node.op == "output")
+        if self._sink is not None:
+            numbers = [n for node, n in self.reduced.items() if node in self._of_sink]
+            results = {number: self._result(number) for number in sorted(numbers)}
+            self._delivered = self.executor.deliver(self.copies[self._sink], results)
         self._copy(output)
         graph.lint()
         return graph

@@ -14,14 +14,16 @@ from torch import Tensor
 
 _library = torch.library.Library("shardwise_graph", "DEF")
 _library.define(
-    # part: this rank's rows, padded. whole: the parameter, if an earlier micro-batch has left it.
-    # sink: what the gradient is added up in, if this micro-batch does not end the sum; else the
-    # part. held: what earlier micro-batches have added up. number: the parameter's own.
+    # part: this rank's rows, padded, or what they are found by (`runtime.Shelf`). whole: the
+    # parameter, if an earlier micro-batch has left it. sink: the one leaf that all gradients are
+    # said to be of; None: it is the part's. held: what earlier micro-batches have added up.
+    # number: the parameter's own.
     "full(Tensor part, Tensor? whole, Tensor? sink, Tensor? held, int number, int[] shape, "
     "ScalarType dtype) -> Tensor"
 )
 _library.define(
-    "reduced(Tensor gradient, Tensor? held, int number, int[] shape, ScalarType dtype) -> Tensor"
+    "reduced(Tensor gradient, Tensor? held, int number, Tensor? sink, int[] shape, "
+    "ScalarType dtype) -> Tensor"
 )
 
 FULL = torch.ops.shardwise_graph.full.default
@@ -36,7 +38,9 @@ def _full(
 
 
 @torch.library.register_fake("shardwise_graph::reduced", lib=_library)
-def _reduced(gradient: Tensor, held: Any, number: int, shape: list[int], dtype: Any) -> Tensor:
+def _reduced(
+    gradient: Tensor, held: Any, number: int, sink: Any, shape: list[int], dtype: Any
+) -> Tensor:
     return gradient.new_empty(shape, dtype=dtype)
 
 
@@ -45,13 +49,13 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     target = part if sink is None else sink
     ctx.shape, ctx.dtype, ctx.sinks = list(target.shape), target.dtype, sink is not None
     ctx.holds = held is not None
-    if held is not None:
-        ctx.save_for_backward(held)
+    ctx.save_for_backward(*(t for t in (held, sink) if t is not None))
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     held = ctx.saved_tensors[0] if ctx.holds else None
-    result = REDUCED(gradient, held, ctx.number, ctx.shape, ctx.dtype)
+    sink = ctx.saved_tensors[-1] if ctx.sinks else None
+    result = REDUCED(gradient, held, ctx.number, sink, ctx.shape, ctx.dtype)
     part, sink = (None, result) if ctx.sinks else (result, None)
     return part, None, sink, None, None, None, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from shardwise.graph.executor import GraphParameter
 
 
 class Parts:
-    """This rank's padded rows of one unit's parameters, as leaves of the graphs' autograd."""
+    """This rank's padded rows of one unit's parameters."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -24,23 +24,16 @@ class Parts:
                 p.master[start : start + rows.part].detach()
                 for start, rows in zip(layout.offsets, layout.rows, strict=True)
             ]
-        self.trainable: tuple[bool, ...] = ()  # that its leaves go with
+        self.trainable: tuple[bool, ...] = unit.trainable
         self._gradients: Gradients | None = None  # that `_trained` goes with
-        self._trained: list[Tensor] = []
-        self.follow_requires_grad()
+        self._trained: list[int] = []
 
     @property
     def current(self) -> bool:
         """The parameters stand in the memory that they stood in."""
         return self._master is self.unit.parameters.master
 
-    def follow_requires_grad(self) -> None:
-        if self.unit.trainable != self.trainable:
-            self.trainable = self.unit.trainable
-            for leaf, trains in zip(self.leaves, self.trainable, strict=True):
-                leaf.requires_grad_(trains)
-
-    def hand_over(self) -> None:
+    def hand_over(self, found: Sequence[Tensor | None]) -> None:
         """Bring the gradients of the parts into the unit's sums."""
         unit, gradients = self.unit, self.unit.gradients
         if gradients is None:
@@ -48,10 +41,8 @@ class Parts:
         if gradients is not self._gradients:
             numbers = {m.name: i for i, m in enumerate(unit.parameters.members)}
             self._gradients = gradients
-            self._trained = [self.leaves[numbers[member.name]] for member in gradients.members]
-        gradients.take_rows([leaf.grad for leaf in self._trained])
-        for leaf in self._trained:
-            leaf.grad = None
+            self._trained = [numbers[member.name] for member in gradients.members]
+        gradients.take_rows([found[number] for number in self._trained])
         unit.sums.opened = unit.sums.complete = True
 
 

@@ -9,6 +9,7 @@ or not grouped by a backend is so for both.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,12 +43,21 @@ _library.define("gather(Tensor[] parts, int ranks, str group, ScalarType dtype) 
 _library.define(
     "scatter(Tensor[] gradients, int rows, int ranks, str group, ScalarType dtype) -> Tensor"
 )
+# The same of parts that no graph is given: by their numbers on the shelf of `place`.
+_library.define(
+    "gather_kept(Tensor place, int[] numbers, int numel, int ranks, str group, ScalarType dtype)"
+    " -> Tensor"
+)
+# Lays gradients on the shelf of `place`; the result is for autograd, which has to be given one.
+_library.define("deliver(Tensor place, Tensor[] gradients, int[] numbers) -> Tensor")
 _library.define("add_up(Tensor[] sums, str group, ScalarType dtype) -> Tensor")
 # Nothing is written; but whoever reads it afterwards must come afterwards.
 _library.define("arrive(Tensor(a!) sent) -> ()")
 
 GATHER = torch.ops.shardwise_sends.gather.default
+GATHER_KEPT = torch.ops.shardwise_sends.gather_kept.default
 SCATTER = torch.ops.shardwise_sends.scatter.default
+DELIVER = torch.ops.shardwise_sends.deliver.default
 ADD_UP = torch.ops.shardwise_sends.add_up.default
 ARRIVE = torch.ops.shardwise_sends.arrive.default
 
@@ -75,6 +85,40 @@ def know(engine: Engine) -> None:
             sums[shard.group.group_name] = Path(shard, executor.scatters)
         if replicate.group is not None:
             sums[replicate.group.group_name] = Path(replicate, executor.replicas)
+
+
+class Shelf:
+    """This rank's parts of a model's parameters, where graphs find them, and the gradients that
+    graphs leave. So parts and gradients are no inputs and outputs of graphs, each of which costs
+    the host time at every door of torch's: a graph is given a place, which is where it looks, and
+    has a gradient of a sink, the one leaf of autograd.
+    """
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = parts
+        self._found: dict[int, Tensor] = {}
+
+    def make_inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A place and its sink. They keep the shelf, not it them: a graph that waits for its
+        backward has saved one.
+        """
+        place = torch.zeros(1, device=device)
+        sink = place.detach().requires_grad_()
+        _shelves[place.data_ptr()] = self
+        for tensor in (place, sink):
+            tensor.shelf = self  # type: ignore[attr-defined]
+        return place, sink
+
+    def lay(self, numbers: list[int], gradients: list[Tensor]) -> None:
+        """Add to what is there, never into its memory: gradients may share one."""
+        for number, gradient in zip(numbers, gradients, strict=True):
+            there = self._found.get(number)
+            self._found[number] = gradient if there is None else there + gradient
+
+    def take(self) -> list[Tensor | None]:
+        """Gradients that were laid since, parameter by parameter."""
+        found, self._found = self._found, {}
+        return [found.get(number) for number in range(len(self.parts))]
 
 
 @dataclass(eq=False)
@@ -105,6 +149,8 @@ class _Packed:
 
 
 _free_slots: dict[Any, list[Slot]] = {}  # by what they are for
+
+_shelves: weakref.WeakValueDictionary[int, Shelf] = weakref.WeakValueDictionary()  # by memory
 
 _under_way: dict[int, _Sent] = {}  # by the memory that the first tensor fills
 
@@ -150,18 +196,43 @@ def forget_early() -> None:
 
 
 def _gather(parts: list[Tensor], ranks: int, name: str, dtype: torch.dtype) -> Tensor:
-    asked = Gathering(parts, ranks, name, dtype)
-    if _noted is not None:
-        _noted.append(asked)
-    if _early and (sent := _early.pop(asked.key, None)) is not None:
-        return sent
+    if _noted is not None or _early:
+        asked = Gathering(parts, ranks, name, dtype)
+        if _noted is not None:
+            _noted.append(asked)
+        if (sent := _early.pop(asked.key, None)) is not None:
+            return sent
     path = gathers[name]
     flat = parts[0].new_empty(sum(p.numel() for p in parts) * ranks, dtype=dtype)
-    outputs = flat.split([part.numel() * ranks for part in parts])
-    own = [output.view(ranks, -1)[path.group.rank] for output in outputs]
+    numels = [part.numel() for part in parts]
+    outputs = flat.split([numel * ranks for numel in numels])
+    own = _own_pieces(flat, numels, ranks, path.group.rank)
     with path.lane.behind_compute:
         foreach_copy_(own, parts)
         return _start(flat, path, path.group.all_gather_all(outputs, own))
+
+
+def _own_pieces(flat: Tensor, numels: list[int], ranks: int, rank: int) -> tuple[Tensor, ...]:
+    """This rank's part of every parameter. What lies between two of them is one piece of a single
+    split: a view of each would be several calls.
+    """
+    sizes, gap = [], 0
+    for numel in numels:
+        sizes += [gap + rank * numel, numel]
+        gap = (ranks - 1 - rank) * numel
+    return flat.split([*sizes, gap])[1::2]
+
+
+def _gather_kept(
+    place: Tensor, numbers: list[int], numel: int, ranks: int, name: str, dtype: torch.dtype
+) -> Tensor:
+    parts = _shelves[place.data_ptr()].parts
+    return _gather([parts[number] for number in numbers], ranks, name, dtype)
+
+
+def _deliver(place: Tensor, gradients: list[Tensor], numbers: list[int]) -> Tensor:
+    _shelves[place.data_ptr()].lay(numbers, gradients)
+    return torch.zeros_like(place)
 
 
 def _scatter(
@@ -172,10 +243,12 @@ def _scatter(
     with path.lane.behind_compute:
         packed = _pack(gradients, ranks, mine) if path.lane.ordered else None
         if packed is not None:
-            return _start(mine, path, path.group.reduce_scatter(mine, packed.slot.flat), packed)
+            return _start(
+                mine, path, path.group.reduce_scatter(mine, packed.slot.flat, by="parts"), packed
+            )
         slot = mine.new_empty((ranks, rows))
         chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
-        handle = path.group.reduce_scatter(mine, slot.view(-1))
+        handle = path.group.reduce_scatter(mine, slot.view(-1), by="parts")
         return _start(mine, path, handle, (slot, gradients))
 
 
@@ -221,7 +294,8 @@ def _arrive(sent: Tensor) -> None:
 
 
 for _name, _kernel in (
-    ("gather", _gather), ("scatter", _scatter), ("add_up", _add_up), ("arrive", _arrive)
+    ("gather", _gather), ("gather_kept", _gather_kept), ("deliver", _deliver),
+    ("scatter", _scatter), ("add_up", _add_up), ("arrive", _arrive),
 ):  # fmt: skip
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
@@ -230,6 +304,18 @@ for _name, _kernel in (
 @torch.library.register_fake("shardwise_sends::gather", lib=_library)
 def _(parts: list[Tensor], ranks: int, group: str, dtype: torch.dtype) -> Tensor:
     return parts[0].new_empty(sum(part.numel() for part in parts) * ranks, dtype=dtype)
+
+
+@torch.library.register_fake("shardwise_sends::gather_kept", lib=_library)
+def _(
+    place: Tensor, numbers: list[int], numel: int, ranks: int, group: str, dtype: torch.dtype
+) -> Tensor:
+    return place.new_empty(numel * ranks, dtype=dtype)
+
+
+@torch.library.register_fake("shardwise_sends::deliver", lib=_library)
+def _(place: Tensor, gradients: list[Tensor], numbers: list[int]) -> Tensor:
+    return torch.empty_like(place)
 
 
 @torch.library.register_fake("shardwise_sends::scatter", lib=_library)

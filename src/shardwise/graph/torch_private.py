@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -154,6 +154,24 @@ def without_loggers() -> AbstractContextManager[Any]:
     name = new if hasattr(config, new) else "ignore_logger_methods"
     changes: dict[str, Any] = {name: _logger_methods(len(vars(logging.Logger)))}
     return config.patch(**changes)
+
+
+@contextmanager
+def before_tracing(begin: Callable[[], object]) -> Iterator[None]:
+    """Call `begin` when torch.compile starts to trace something inside: at the first call, and
+    whenever its guards find that something is another thing now. Without it what tracing needs
+    would have to be made ready before every call.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    def start(*_: Any) -> None:
+        begin()
+
+    callback_handler.register_start_callback(start)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(start)
 
 
 def without_collecting() -> AbstractContextManager[Any]:

@@ -183,12 +183,24 @@ class PlannedExecutor:
     """Tells a listener what the engine's executor does with tensors."""
 
     def __init__(
-        self, plan: Plan, listener: Listener, ordered: bool, lives: Lives | None = None
+        self,
+        plan: Plan,
+        listener: Listener,
+        ordered: bool,
+        lives: Lives | None = None,
+        in_block: bool = False,
     ) -> None:
-        """`lives` notes what the engine's arena would hold."""
+        """`lives` notes what the engine's arena would hold. `in_block`: that is there all the time,
+        and is not said piece by piece.
+        """
         self.plan, self.listener, self.ordered = plan, listener, ordered
-        self.lives = lives
+        self.lives, self.in_block = lives, in_block
         self._ends: dict[str, int] = {}  # the last operation of each lane: scatter, replica
+
+    def _hold(self, role: str, nbytes: int, loan: Key | None) -> None:
+        """Bytes come or go, unless they are a piece of the block."""
+        if loan is None or not self.in_block:
+            self.listener.hold(role, nbytes)
 
     def _take(self, unit: PlannedUnit, role: str, nbytes: int, stream: str) -> Key | None:
         return None if self.lives is None else self.lives.take(role, unit.name, nbytes, stream)
@@ -221,9 +233,9 @@ class PlannedExecutor:
             return
         message = sizes.message * ranks if coded else sizes.full
         staging = message if stages else 0
-        listener.hold("temporary", staging)
         if staging:
             self._borrow(unit, "staging", staging, "gather")
+            self._hold("temporary", staging, unit.loans.get("staging"))
         if (unit.casts or coded) and not unit.piece:
             moved = sizes.master + message // ranks
             name = "quantise" if coded else "cast"
@@ -239,7 +251,7 @@ class PlannedExecutor:
             done = (unit.arrives,)
             moved = staging + sizes.full
             unit.arrives = listener.copy("copy-out", unit.name, "gather", moved, done)
-            listener.hold("temporary", -staging)
+            self._hold("temporary", -staging, unit.loans.get("staging"))
             self._return(unit, "staging")
 
     def wait(self, unit: PlannedUnit) -> None:
@@ -249,7 +261,7 @@ class PlannedExecutor:
         if unit.staged:
             self._allocate(unit)
             listener.copy("copy-out", unit.name, COMPUTE, unit.staged + unit.sizes.full)
-            listener.hold("temporary", -unit.staged)
+            self._hold("temporary", -unit.staged, unit.loans.get("staging"))
             self._return(unit, "staging")
             unit.staged = 0
 
@@ -261,8 +273,8 @@ class PlannedExecutor:
     def _allocate(self, unit: PlannedUnit) -> None:
         if not unit.allocated:
             unit.allocated = True
-            self.listener.hold("full", unit.sizes.full)
             self._borrow(unit, "full", unit.sizes.full, COMPUTE)
+            self._hold("full", unit.sizes.full, unit.loans.get("full"))
 
     def show(self, unit: PlannedUnit) -> None: ...
 
@@ -270,17 +282,17 @@ class PlannedExecutor:
 
     def free(self, unit: PlannedUnit) -> None:
         unit.allocated = False
-        self.listener.hold("full", -unit.sizes.full)
+        self._hold("full", -unit.sizes.full, unit.loans.get("full"))
         self._return(unit, "full")
 
     def shrink(self, unit: PlannedUnit) -> None:
         piece = unit.sizes.full // unit.piece_ranks
-        self.listener.hold("full", piece)
         self._borrow(unit, "piece", piece, "kept")
+        self._hold("full", piece, unit.loans.get("piece"))
         self.listener.copy("keep", unit.name, COMPUTE, 2 * piece)
 
     def forget_piece(self, unit: PlannedUnit) -> None:
-        self.listener.hold("full", -(unit.sizes.full // unit.piece_ranks))
+        self._hold("full", -(unit.sizes.full // unit.piece_ranks), unit.loans.get("piece"))
         self._return(unit, "piece")
 
     # A reduce
@@ -305,11 +317,11 @@ class PlannedExecutor:
         slot = sizes.slot if passes and unit.shard_ranks > 1 else sizes.held_slot
         listener.engine_work("reduce", unit.name)
         self._let_placed_go(unit)
-        listener.hold("slots", 0 if into_sums else slot)
         on_compute = self._packs_on_compute(unit)
         lane, after = (COMPUTE, ()) if on_compute else ("scatter", listener.behind_compute())
         placed = not self.ordered and unit.shard_ranks == 1  # in memory of its own
         loan = None if into_sums or placed else self._take(unit, "slot", slot, lane)
+        self._hold("slots", 0 if into_sums else slot, loan)
         packed = listener.copy("pack", unit.name, lane, grads + slot, after)
         left, unit.grads, unit.held_grads = unit.held_grads, 0, 0
         if on_compute or not self.ordered:  # they are packed, and go
@@ -334,8 +346,8 @@ class PlannedExecutor:
         if unit.shard_ranks == 1:
             return
         rows, slot, ranks = unit.sizes.rows, unit.sizes.slot, unit.shard_ranks
-        self.listener.hold("slots", 0 if into_sums else rows)
         loan = None if into_sums else self._take(unit, "rows", rows, "scatter")
+        self._hold("slots", 0 if into_sums else rows, loan)
         if unit.sizes.exchanges:
             sent = 0 if reduction.held.content == slot else slot
             self._prepare_exchange(reduction, sent, slot, "scatter")
@@ -344,6 +356,10 @@ class PlannedExecutor:
             self._collective(reduction, "all_to_all", "scatter", "shard", slot, ranks, slot)
         else:
             self._collective(reduction, "reduce_scatter", "scatter", "shard", slot, ranks, rows)
+            if not self.ordered and not self.plan.policy.replicates_gradients:
+                # gloo's ranks get parts and add them, in the collective's time
+                reduction.exchanged = slot
+                self.listener.hold("slots", slot)
         reduction.held = Held(rows, into_sums, loan)
         if self.ordered:
             self._end_exchange(reduction)
@@ -353,21 +369,22 @@ class PlannedExecutor:
     ) -> None:
         """Memory for what goes out, where that is no slot that is there already, and comes in."""
         unit, reduction.exchanged = reduction.unit, sent + received
-        self.listener.hold("slots", reduction.exchanged)
         of = "" if lane == "scatter" else "copies "
         loans = [self._take(unit, f"{of}sent", sent, lane)] if sent else []
         reduction.loans = (*loans, self._take(unit, f"{of}received", received, lane))
+        self._hold("slots", reduction.exchanged, reduction.loans[-1])
 
     def _end_exchange(self, reduction: PlannedReduction) -> None:
         """Add what came, if something did, and let its memory go."""
         if not reduction.exchanged:
             return
-        unit = reduction.unit
-        self._copy(reduction, "sum", "scatter", unit.sizes.slot + unit.sizes.rows)
+        sizes = reduction.unit.sizes
+        if sizes.exchanges:
+            self._copy(reduction, "sum", "scatter", sizes.slot + sizes.rows)
         self._drop_exchange(reduction)
 
     def _drop_exchange(self, reduction: PlannedReduction) -> None:
-        self.listener.hold("slots", -reduction.exchanged)
+        self._hold("slots", -reduction.exchanged, (*reduction.loans, None)[0])
         for loan in reduction.loans:
             if self.lives is not None and loan is not None:
                 self.lives.give(loan)
@@ -439,7 +456,7 @@ class PlannedExecutor:
             self._copy(reduction, "add", lane, (2 if overwrites else 3) * rows)
 
     def drop(self, held: Held) -> None:
-        self.listener.hold("slots", -held.content)
+        self._hold("slots", -held.content, held.loan)
         if self.lives is not None and held.loan is not None:
             self.lives.give(held.loan)
 

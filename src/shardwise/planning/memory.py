@@ -103,13 +103,17 @@ def lay_out_arena(plan: Plan, micro_batches: int = 1, streams: bool = True) -> L
 
 
 def count_step(
-    plan: Plan, micro_batches: int = 1, streams: bool = True, lives: Lives | None = None
+    plan: Plan,
+    micro_batches: int = 1,
+    streams: bool = True,
+    lives: Lives | None = None,
+    in_block: bool = False,
 ) -> tuple[Counter, int]:
     """One step of a Plan, every unit a part of the model, counted; and the bytes that reduces hold
-    between micro-batches.
+    between micro-batches. `in_block`: what stands in an arena is left out.
     """
     counter = Counter()
-    executor = PlannedExecutor(plan, counter, streams, lives)
+    executor = PlannedExecutor(plan, counter, streams, lives, in_block)
     schedule = plan_schedule(plan, executor)
     parts = [Part((unit,)) for unit in schedule.units]
     settle(schedule, parts)
@@ -154,9 +158,17 @@ def count_kept(plan: Plan, micro_batches: int = 1) -> KeptBytes:
         full=device.peaks["full"],
         slots=device.peaks["slots"] - (between if accumulates else 0),
         host_slots=host.peaks["slots"] - (between_on_host if accumulates else 0),
-        at_once=master + state + device.peak,
-        host_at_once=master + state + host.peak,
+        at_once=master + state + _most_at_once(plan, micro_batches, device),
+        host_at_once=master + state + _most_at_once(plan, micro_batches, host, streams=False),
     )
+
+
+def _most_at_once(plan: Plan, micro_batches: int, counted: Counter, streams: bool = True) -> int:
+    """What a step takes beside master and state, at its worst moment. An arena is always there."""
+    if not plan.has_arena(streams):
+        return counted.peak
+    others, _ = count_step(plan, micro_batches, streams, Lives(), in_block=True)
+    return lay_out_arena(plan, micro_batches, streams).nbytes + others.peak
 
 
 def count_sent(plan: Plan, micro_batches: int = 1) -> SentBytes:
@@ -215,9 +227,10 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         table.append(("", "all-to-all", sent.all_to_all))
     width = max(len(head) for head, _, _ in table)
     lines += [f"  {head:<{width}}  {what:<34} {show_bytes(n):>12}" for head, what, n in table]
-    if plan.memory == "arena":
+    if plan.has_arena(streams=True):
         device, host = (lay_out_arena(plan, micro_batches, s).nbytes for s in (True, False))
-        lines.append(f"  arena: {device:,} bytes in one block; on a CPU {host:,}")
+        on_host = f"{host:,}" if plan.has_arena(streams=False) else "none"
+        lines.append(f"  arena: {device:,} bytes in one block; on a CPU {on_host}")
     return "\n".join(lines)
 
 

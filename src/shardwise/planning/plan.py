@@ -93,7 +93,8 @@ class Plan:
     # with a scale each
     gather_dtype: str | None = None
 
-    memory: str = "allocator"  # of what a step takes: torch's allocator, or one "arena"
+    # Of what a step takes: torch's allocator, one "arena", or "auto": an arena on a GPU
+    memory: str = "allocator"
 
     # Parameters that every rank keeps whole, with their gradients and optimizer state: those with a
     # name that matches a shell pattern, and those of fewer bytes; None: in large shard groups small
@@ -112,7 +113,7 @@ class Plan:
         self._check_choice("sync", SYNCS)
         self._check_choice("gather", GATHERS)
         self._check_choice("unused", ("zeros", "error"))
-        self._check_choice("memory", ("allocator", "arena"))
+        self._check_choice("memory", ("allocator", "arena", "auto"))
         for field in ("compute_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, field) is not None:
                 self._check_choice(field, tuple(DTYPES))
@@ -268,7 +269,7 @@ class Plan:
             groups of 64 ranks and more, parameters of fewer than 100,000 elements that have at most
             half as many rows as there are ranks: cut, they would be mostly padding.
         memory: of full parameters, staging and reduces: from torch's "allocator", or one "arena"
-            laid out after the second step.
+            laid out after the second step; "auto" is an arena on a GPU, the allocator on a host.
         gather_dtype: "float8_e4m3fn" or "int8": full parameters of two dims and more travel as 8
             bits, in blocks with a scale each (zero3; the master stays as it is).
         gather: packed, grouped, each; auto is what measured best for the backend and the sizes.
@@ -308,6 +309,10 @@ class Plan:
     def strategy(self) -> Strategy:
         """The row of the strategy table that this Plan follows inside a shard group."""
         return STRATEGIES[self.inner if self.name == "hsdp" else self.name]
+
+    def has_arena(self, streams: bool) -> bool:
+        """Whether steps have their memory in an arena, on a device with streams or a host."""
+        return self.memory == "arena" or (self.memory == "auto" and streams)
 
     @property
     def policy(self) -> Policy:

@@ -6,12 +6,16 @@ import gc
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from shardwise.engine import torch_private
+from shardwise.engine.engine import engine_of
 from shardwise.profiling.timing import Step
 
 _MARK = "shardwise.peak"
@@ -72,11 +76,49 @@ def peaks_on_cuda(step: Step) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def free_device() -> int:
+def arena_bytes(model: nn.Module) -> int | None:
+    """What a sharded model's steps have in one block; None while, or where, there is none."""
+    arena = engine_of(model).executor.arena
+    return None if arena is None or arena.block is None else arena.block.nbytes
+
+
+def runs_within(step: Step, limit: int) -> bool:
+    """Whether a step runs where torch's allocator may take no more than `limit` bytes."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    try:
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return True
+
+
+def largest_blocks(count: int = 4) -> str:
+    """The kinds of blocks that hold most of what is allocated on the device."""
+    found = Counter[int](
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )
+    largest = sorted(found.items(), key=lambda each: -each[0] * each[1])[:count]
+    return ", ".join(f"{times} x {size / 2**20:.1f} MiB" for size, times in largest)
+
+
+def free_device(workspaces: bool = False) -> int:
     """Give back what the last candidate held. The bytes that stay (inputs, libraries' workspace)
-    are not the next one's: subtract them from its peak.
+    are not the next one's: subtract them from its peak. `workspaces`: cuBLAS's too, one for each
+    stream; captured steps have streams of their own, and none may be alive.
     """
     for _ in range(2):  # what tensors kept alive is garbage only after they are gone
         gc.collect()
+    if workspaces:
+        torch_private.clear_workspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()

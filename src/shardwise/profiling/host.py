@@ -125,6 +125,15 @@ def _find_event(call: CallMark, events: list[HostEvent], taken: set[int]) -> Hos
     return None
 
 
+# What gloo's events have in their names. A scatter is a sum that it reduces whole, or parts that
+# ranks add themselves.
+_EVENTS = {
+    "all_gather": ("gather",),
+    "all_reduce": ("reduce",),
+    "all_to_all": ("all_to_all",),
+    "reduce_scatter": ("reduce", "all_to_all"),
+}
+
+
 def _is_kind(name: str, collective: str) -> bool:
-    # Some versions of gloo scatter a sum that they reduce whole.
-    return ("gather" if collective == "all_gather" else "reduce") in name
+    return any(word in name for word in _EVENTS.get(collective, ("reduce",)))

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine import torch_private
+from shardwise.engine.collectives import scatter_parts
 from shardwise.engine.executor import marked
 from shardwise.kernels.torch_private import spin
 
@@ -214,13 +215,13 @@ def seconds_between(start: Moment, end: Moment) -> float:
 
 
 def issue_collective(kind: str, whole: torch.Tensor, part: torch.Tensor, group: Any = None) -> Any:
-    """One collective of a group (None: of all ranks), to be waited for; `part` is this rank's of
-    `whole`.
+    """One collective of a group (None: of all ranks) as the engine calls it, to be waited for;
+    `part` is this rank's of `whole`.
     """
     if kind == "all_gather":
         return torch_private.all_gather(whole, part, group)
     if kind == "reduce_scatter":
-        return torch_private.reduce_scatter(part, whole, group)
+        return scatter_parts(part, whole, group)
     return dist.all_reduce(whole, group=group, async_op=True)
 
 

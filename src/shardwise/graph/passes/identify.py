@@ -24,7 +24,7 @@ _PREPARES = {
     "slice",
 }
 # What stands between a scattered gradient and the graph's output, besides views and all-reduces.
-_FINISHES = {"_to_copy", "convert_element_type", "clone", "mul", "div", "add", "slice"}
+_FINISHES = {"_to_copy", "convert_element_type", "clone", "mul", "div", "add", "slice", "deliver"}
 
 
 @dataclass(frozen=True)
