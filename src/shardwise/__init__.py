@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardwise.graph.compile import compile
     from shardwise.interchange import load
     from shardwise.planning.plan import Plan
-    from shardwise.predict.describe import describe
+    from shardwise.predict.describe import describe, recompute
     from shardwise.predict.simulate import simulate
     from shardwise.profiling.collect import profile
     from shardwise.reporting.report import report
@@ -66,6 +66,7 @@ _HOMES = {
     "microbatches": "engine.engine",
     "plan": "calibration.search",
     "profile": "profiling.collect",
+    "recompute": "predict.describe",
     "record": "engine.collectives",
     "register_fsdp_forward_method": "fsdp2",
     "replace_torch_fully_shard": "fsdp2",
@@ -103,6 +104,7 @@ __all__ = [
     "microbatches",
     "plan",
     "profile",
+    "recompute",
     "record",
     "register_fsdp_forward_method",
     "replace_torch_fully_shard",

@@ -243,6 +243,40 @@ def test_torchs_own_transformer_layer() -> None:
     assert functional.scaled_dot_product_attention is before
 
 
+class Biased(nn.Module):
+    """Attention with a learned bias of positions, looked up (heads last) and permuted, as in T5."""
+
+    def __init__(self, dense: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dense, self.dropout = dense, dropout
+        self.bias = nn.Embedding(SEQ * SEQ, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.view(BATCH, SEQ, 4, 16).transpose(1, 2)
+        places = torch.arange(SEQ * SEQ, device=x.device).view(SEQ, SEQ)
+        mask = self.bias(places).permute(2, 0, 1)[None]
+        mask = mask.contiguous() if self.dense else mask
+        return functional.scaled_dot_product_attention(q, q, q, mask, self.dropout)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_gpu_fuses_no_attention_whose_mask_is_not_dense(dense: bool) -> None:
+    x = torch.randn(BATCH, SEQ, 64, requires_grad=True)
+    found = describe(Biased(dense), x, Plan.of("zero3", units=1, compute_dtype="bfloat16"))
+    names = {kernel.op for kernel in _kernels(found)}
+    assert ("_scaled_dot_product_efficient_attention" in names) is dense
+    assert ("bmm" in names) is not dense
+
+
+def test_dropout_in_attention_that_is_not_fused_keeps_bytes() -> None:
+    """And its result, for the product with the values."""
+    x = torch.randn(BATCH, SEQ, 64, requires_grad=True)
+    plan = Plan.of("zero3", units=1, compute_dtype="bfloat16")
+    without, with_it = (describe(Biased(False, p), x, plan).saved_bytes for p in (0.0, 0.1))
+    weights = BATCH * 4 * SEQ * SEQ
+    assert with_it - without == weights * (4 + 1)
+
+
 def _kernels(described: ModelDescription) -> list[KernelFact]:
     return [kernel for unit in described.units for kernel in unit.kernels]
 
@@ -361,7 +395,7 @@ def test_what_cannot_be_described_says_why() -> None:
         describe(Reader(), torch.randn(2, 4), trace_on="meta")
     with pytest.raises(UserError, match=r"no embedding.*example inputs"):
         describe(Reader(), WORK)
-    with pytest.raises(ValueError, match="checkpoint is 'full', expected one of"):
+    with pytest.raises(UserError, match="recomputing is 'full', expected one of"):
         describe(build(), WORK, checkpoint="full")
     with pytest.raises(UserError, match="unknown model 'llama8': did you mean 'llama8b'"):
         load_preset("llama8")

@@ -99,7 +99,7 @@ def test_a_cluster_of_gpus_is_not_tried_without_one(model: str) -> None:
         model, Cluster.load("h100x8"), inputs="inputs", world=8, strategies=("zero3",), measure=True
     )
     assert "nothing was measured: there is no GPU here" in ranking.explain()
-    assert ranking[0].trial is None and ranking[0].basis == "predicted from data sheets"
+    assert ranking[0].trial is None and ranking[0].basis.startswith("predicted from data sheets")
 
 
 def test_too_many_ranks_for_the_cores_are_not_started() -> None:
@@ -149,7 +149,21 @@ def test_parameters_have_no_memory_and_ties_stay_where_a_model_is_built() -> Non
 
 
 def test_ranges_say_what_a_prediction_rests_on() -> None:
-    sheet = Cluster.load("h100x8")
+    sheet, derated = Cluster.load("h200x8"), Cluster.load("h100x8")
     measured = Cluster.load("h200x8-measured")
     assert basis_of(sheet)[0] == "predicted from data sheets"
+    assert basis_of(derated)[0] == "predicted from data sheets, derated by published runs"
+    widths = [high / low for _, low, high in map(basis_of, (derated, sheet, measured))]
+    assert widths == sorted(widths)  # the more is known of whole steps, the narrower
     assert "measured on NVIDIA H200" in basis_of(measured)[0]
+
+
+def test_a_trial_that_waited_for_the_host_has_a_wider_range() -> None:
+    """And a range never begins below nothing."""
+    for trial, factor in (
+        (Trial(100.0, 1.0, 50.0, 1, 1, "a GPU"), 1.05),
+        (Trial(100.0, 1.0, 95.0, 1, 1, "a GPU"), 1.25),
+        (Trial(100.0, 1.0, 100.0, 1, None, "a CPU"), 1.05),
+        (Trial(100.0, 300.0, 100.0, 1, None, "a busy CPU"), 4.0),
+    ):
+        assert measured_search._around(trial) == pytest.approx((100 / factor, 100 * factor))

@@ -47,8 +47,12 @@ def test_the_winner_is_explained_in_sentences(ranking) -> None:
     text = ranking.explain()
     assert text.startswith(f"{ranking[0].title} is the fastest of {ranking.tried} tried")
     assert "to spare" in text
-    for other in ranking.best_of_each()[1:]:
-        assert other.title in text
+    told = {c.title: c.title in text for c in ranking.best_of_each()}
+    # Of zero1 and zero2, which take as long here, only the one that the table shows.
+    assert [title for title, is_told in told.items() if not is_told] == [
+        c.title for c in ranking.best_of_each() if c not in ranking.distinct()
+    ]
+    assert sum(told.values()) >= 4
     assert "peak" in ranking[0].explain() and "step" in ranking[0].explain()
 
 

@@ -335,7 +335,9 @@ def test_parameters_kept_whole_are_all_reduced_by_everybody() -> None:
 def test_a_cpu_holds_the_slots_that_explain_counts(
     strategy: str, no_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine itself: all slots of zero1 until backward's end, one of a sharded gradient's."""
+    """The engine itself: all slots of zero1 until backward's end, one of a sharded gradient's, and
+    beside that one what gloo's ranks receive (a fake group receives nothing).
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -355,4 +357,4 @@ def test_a_cpu_holds_the_slots_that_explain_counts(
     monkeypatch.setattr(Gradients, "pack", watched)
     sharded = shard(model, plan)
     sharded(torch.randn(4, 64)).sum().backward()
-    assert len(live) == 6 and max(live) == told
+    assert len(live) == 6 and max(live) == (told if strategy == "zero1" else told // 2)

@@ -134,6 +134,8 @@ def choose_for(
     def search(attempt: Attempt) -> tuple[Plan, Foresight]:
         say(f"searching a plan for {ranks.world} {ranks.device.type} rank{'s'[: ranks.world > 1]}")
         asked = settings()
+        if ranks.world == 1:  # strategies differ in what ranks share, and there is one
+            asked |= {"strategies": ("ddp",)}
         with no_garbage_collection(), untouched(ranks.device):
             ranking = predicted.search(
                 tried.model, cluster, world=ranks.world, options=options, **asked

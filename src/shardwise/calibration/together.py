@@ -101,7 +101,7 @@ class Ranks:
         """Those that began it; the others lost them."""
         first = {rank: f for rank, f in failed.items() if not f.lost} or failed
         texts = dict.fromkeys(f.text for f in first.values())
-        if len(texts) == 1 and len(first) in (1, self.world) and self.world == 1:
+        if self.world == 1:
             return next(iter(texts))
         told = []
         for text in texts:
@@ -174,7 +174,7 @@ class Ranks:
 
     def _run(self, program: Program, plan: Plan, workload: Workload, cluster: Cluster) -> _Taken:
         cuda, device = self.device.type == "cuda", self.device
-        left, held = (footprint.free_device(), torch.cuda.memory_reserved()) if cuda else (0, 0)
+        left = footprint.free_device() if cuda else 0
         network = emulate(ClusterNetwork(cluster)) if self.fake else nullcontext()
         with (
             untouched(device),
@@ -193,7 +193,7 @@ class Ranks:
             if cuda:
                 allocated, reserved = footprint.peaks_on_cuda(step)
                 del step
-                return _Taken(samples, allocated - left, reserved - held)
+                return _Taken(samples, allocated - left, reserved - left)
             del step
             peak = footprint.peak_on_cpu(lambda: program.start(plan, workload, device))
             return _Taken(samples, peak, None)

@@ -8,7 +8,6 @@ is real. On a CPU the ranks are real too, and talk by gloo.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import statistics
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.calibration.calibrate import ask_ranks
 from shardwise.description.cluster import Cluster
@@ -46,7 +44,7 @@ from shardwise.engine.torch_private import buffers_of, compiled_modules, paramet
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
-from shardwise.predict.describe import as_arguments, find_blocks
+from shardwise.predict.describe import as_arguments, recompute
 from shardwise.predict.ranking import Trial
 from shardwise.predict.sources import as_example
 from shardwise.profiling import footprint, timing
@@ -90,7 +88,7 @@ class Program:
         else:
             built, loss = self._build(), self._loss
             calls = [self._call(built, replace(workload, micro_batch=n), device) for n in row]
-        _recompute(built, workload.checkpoint)
+        recompute(built, workload.checkpoint)
         wrap("shardwise", built, replace(plan, units=None), device)
         for module in built.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -179,15 +177,6 @@ def _shape_of(parameter: nn.Parameter) -> nn.Parameter:
     shape = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     shape.__dict__.update(parameter.__dict__)
     return shape
-
-
-def _recompute(model: nn.Module, how: str) -> None:
-    """Let every block run once more in backward, if the workload says so."""
-    for name in find_blocks(model) if how != "none" else ():
-        block = model.get_submodule(name)
-        block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=how == "reentrant"
-        )
 
 
 def can_try(cluster: Cluster, world: int) -> str:

@@ -216,7 +216,8 @@ _LEFT = ("plan", "mesh", "batches")
 
 
 def _details(candidate: Candidate) -> str:
-    again = "" if candidate.workload.checkpoint == "none" else "recompute, "
+    again = candidate.workload.again.removeprefix(", ")
+    again += ", " if again else ""
     parts = candidate.breakdown
     lost = f"exposed {candidate.exposed_ms:.1f}, contention {parts.contention / 1e6:.1f}, "
     host = f"host {parts.host_idle / 1e6:.1f} ms"
@@ -272,8 +273,10 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
     portable = dataclasses.replace(best.plan, units=None)
     _save(path, portable.to_json() + "\n")
     if is_foreign(question.model) or load_preset(question.model).kind != "lm":
-        work, again = best.workload, "" if best.workload.checkpoint == "none" else ", recomputing"
-        print(f"\n{path} written, for {work.split} {work.of} on a rank{again}. It runs with:")
+        work = best.workload
+        print(f"\n{path} written, for {work.split} {work.of} on a rank{work.again}. It runs with:")
+        if work.checkpoint != "none":
+            print(f"  model = sw.recompute(model, {work.checkpoint!r})")
         print(f"  model = sw.shard(model, sw.Plan.from_json(Path({str(path)!r}).read_text()))")
         print("(`shardwise train` has language models only, of its own.)")
         return

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import checkpoint as activation_checkpoint
 
 from shardwise.description.preset import Preset, Size
-from shardwise.description.workload import CHECKPOINTS, CheckpointKind
+from shardwise.description.recompute import run_again
+from shardwise.description.workload import Recomputing
 from shardwise.kernels.attention.interface import attention
 
 IGNORED = -100  # a target with this value carries no loss
@@ -165,7 +165,7 @@ class LM(nn.Module):
         self,
         size: Size,
         context: int,
-        checkpoint: CheckpointKind = "none",
+        checkpoint: str = "none",
         dropout: float = 0.0,
     ) -> None:
         """Build and initialise the model for sequences of up to `context` tokens. `dropout` is the
@@ -174,17 +174,15 @@ class LM(nn.Module):
         super().__init__()
         if context < 1:
             raise ValueError(f"context must be at least 1 token, got {context}")
-        if checkpoint not in CHECKPOINTS:
-            raise ValueError(
-                f"unknown activation checkpointing {checkpoint!r}: use one of {CHECKPOINTS}"
-            )
         self.size = size
         self.context = context
-        self.checkpoint = checkpoint
+        self.recomputing = Recomputing.parse(checkpoint)
         self.dropout = dropout
         rope = Rope(context, size.head_width, size.rope_theta) if size.rotary else None
         self.embedding = nn.Embedding(size.vocab, size.d_model)
         self.layers = nn.ModuleList(Block(size, rope, dropout) for _ in range(size.layers))
+        places = range(size.layers)
+        self.recomputed = frozenset(self.recomputing.choose(places) if self.recomputing else ())
         self.norm = nn.RMSNorm(size.d_model, eps=NORM_EPS)
         self.head = nn.Linear(size.d_model, size.vocab, bias=False)
         if size.tied:
@@ -234,8 +232,8 @@ class LM(nn.Module):
                 f"{self.context}: build it with context={length}"
             )
         x_BTD = self.embedding(tokens_BT)
-        for layer in self.layers:
-            x_BTD = self._run(layer, x_BTD)
+        for place, layer in enumerate(self.layers):
+            x_BTD = self._run(place, layer, x_BTD)
         logits_BTV = self.head(self.norm(x_BTD))
         if targets_BT is None:
             return logits_BTV
@@ -246,16 +244,14 @@ class LM(nn.Module):
             reduction="sum",
         )
 
-    def _run(self, layer: nn.Module, x_BTD: Tensor) -> Tensor:
+    def _run(self, place: int, layer: nn.Module, x_BTD: Tensor) -> Tensor:
         """Run one block, keeping its activations for backward or only its input."""
-        if self.checkpoint == "none" or not torch.is_grad_enabled():
+        if place not in self.recomputed or not torch.is_grad_enabled():
             return layer(x_BTD)
-        return activation_checkpoint.checkpoint(
-            layer,
-            x_BTD,
-            use_reentrant=self.checkpoint == "reentrant",
-            preserve_rng_state=self.dropout > 0,  # nothing else draws random numbers
-        )
+        assert self.recomputing is not None
+        draws = self.dropout > 0  # nothing else draws random numbers
+        made: Tensor = run_again(self.recomputing, draws, layer, x_BTD)
+        return made
 
 
 class FeedForwardStack(nn.Module):
@@ -274,9 +270,7 @@ class FeedForwardStack(nn.Module):
         return x_BTD
 
 
-def make_model(
-    size: Size, device: str, context: int = 4096, checkpoint: CheckpointKind = "none"
-) -> LM:
+def make_model(size: Size, device: str, context: int = 4096, checkpoint: str = "none") -> LM:
     """The same weights for everybody who asks for this size on this kind of device."""
     torch.manual_seed(0)
     with torch.device(device):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, TypeVar
 
 from shardwise.checked import check_bounds, whole
 from shardwise.errors import UserError, nearest
 
+T = TypeVar("T")
 # Optimizer state tensors for each parameter, in the master's dtype.
 STATE_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
 Whole = Annotated[int, whole(1)]
 AUTOCAST_DTYPES = ("bfloat16", "float16")
-CheckpointKind = Literal["none", "reentrant", "nonreentrant"]
-CHECKPOINTS: tuple[str, ...] = get_args(CheckpointKind)
-
-
 Sizes = tuple[tuple[int, ...], ...]
 MICRO_BATCHES_HELP = "how many; or sequences of each, as 1,2; of uneven replicas, as 1,2/2,1"
 
@@ -50,6 +49,54 @@ def row_of(rank: int, mesh: tuple[int, int], rows: int) -> int:
     return rank // shard % rows if replicate > 1 else rank * rows // shard
 
 
+RECOMPUTE_HELP = "none nonreentrant reentrant first-N every-K op op-first-N op-every-K"
+_RECOMPUTES = re.compile(r"(op)?(?:(?:^|(?<=op)-)(first|every)-([1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """What backward computes once more, from the word that says it:
+
+    nonreentrant, reentrant    every block whole, by torch's two ways of doing it
+    first-8, every-2           the first eight blocks; every second one
+    op, op-first-8, ...        of those blocks all but attention and every other product: their
+                               results are kept
+    """
+
+    reentrant: bool = False
+    keeps_products: bool = False
+    first: int | None = None
+    every: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Recomputing | None:
+        """None: nothing is."""
+        if text in ("none", "nonreentrant", "reentrant"):
+            return None if text == "none" else cls(reentrant=text == "reentrant")
+        found = _RECOMPUTES.fullmatch(text) if text else None
+        if found is None:
+            raise UserError(
+                f"recomputing is {text!r}, expected one of {RECOMPUTE_HELP}, with numbers of at "
+                "least 1: the first N blocks, or every K-th"
+            )
+        op, which, number = found.groups()
+        return cls(
+            keeps_products=op is not None,
+            first=int(number) if which == "first" else None,
+            every=int(number) if which == "every" else 1,
+        )
+
+    def choose(self, blocks: Sequence[T]) -> tuple[T, ...]:
+        """The blocks that it is about."""
+        asked = self.first or self.every
+        if asked > max(len(blocks), 1):
+            word = "first" if self.first else "every"
+            raise UserError(
+                f"recomputing is {word}-{asked}, and the model has {len(blocks)} blocks"
+            )
+        return tuple(blocks[: self.first] if self.first else blocks[self.every - 1 :: self.every])
+
+
 @dataclass(frozen=True)
 class Workload:
     """One step of one rank: `micro_batches` times `micro_batch` sequences of `sequence` tokens.
@@ -64,7 +111,7 @@ class Workload:
     micro_batches: Whole = 1
     optimizer: str = "adamw"
     autocast: str | None = None  # None: the parameters' dtype, or the Plan's compute_dtype
-    checkpoint: str = "none"  # none, reentrant, nonreentrant: of every block
+    checkpoint: str = "none"  # what backward computes once more: `Recomputing`
     sizes: Sizes | None = None
     of: str = "sequences"  # or "samples", which have no tokens: `sequence` is 1 then
 
@@ -74,11 +121,11 @@ class Workload:
             ("of", ("sequences", "samples")),
             ("optimizer", tuple(STATE_TENSORS)),
             ("autocast", AUTOCAST_DTYPES),
-            ("checkpoint", CHECKPOINTS),
         ):
             value = getattr(self, name)
             if value not in valid and not (name == "autocast" and value is None):
                 raise ValueError(f"Workload.{name} is {value!r}{nearest(str(value), valid)}")
+        Recomputing.parse(self.checkpoint)
         if self.sizes is not None:
             self._check_sizes(self.sizes)
 
@@ -109,8 +156,22 @@ class Workload:
     @property
     def split(self) -> str:
         """The micro-batches of a rank in few signs: 2 x 4, or, where they are uneven, 1,4/4,1."""
-        alike = len({size for row in self.sizes or () for size in row}) <= 1
-        return f"{self.micro_batches} x {self.micro_batch}" if alike else show_sizes(self.sizes)
+        if self.uneven_sizes:
+            return show_sizes(self.sizes)
+        return f"{self.micro_batches} x {self.micro_batch}"
+
+    @property
+    def again(self) -> str:
+        """What is recomputed, for people, behind other words."""
+        if self.checkpoint == "none":
+            return ""
+        which = "" if self.checkpoint.endswith("reentrant") else f" {self.checkpoint}"
+        return f", recomputing{which}"
+
+    @property
+    def uneven_sizes(self) -> bool:
+        """Micro-batches that were given, and differ."""
+        return len({size for row in self.sizes or () for size in row}) > 1
 
     def size_of(self, group: int, index: int) -> int:
         """Sequences of micro-batch `index` on the ranks of replica group `group`."""

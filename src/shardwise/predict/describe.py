@@ -23,10 +23,12 @@ from shardwise.description.example import Call, loss_of_output
 from shardwise.description.foreign import inputs_of_config
 from shardwise.description.model import ModelDescription
 from shardwise.description.preset import load_preset
+from shardwise.description.recompute import recompute_blocks
 from shardwise.description.tracing.meta_copy import copy_to_meta
 from shardwise.description.tracing.segments import describe_by
+from shardwise.description.tracing.torch_private import is_compiled
 from shardwise.description.tracing.trace import ModelTrace, trace_module
-from shardwise.description.workload import CHECKPOINTS, Workload
+from shardwise.description.workload import Recomputing, Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import Cut, cut_units
@@ -57,8 +59,8 @@ def describe(
     loss: `loss(model, *inputs)`; without it the output itself, if it is a scalar (or has one as
         `.loss`), else the mean of its float tensors.
     device: whose fused kernels to count, "cuda" or "cpu".
-    autocast: a dtype name. checkpoint: "reentrant" or "nonreentrant" for every block, or the names
-        of modules. Both come from the Workload unless given here.
+    autocast: a dtype name. checkpoint: which blocks run again in backward, and how
+        (`Recomputing`); or the names of modules. Both come from the Workload unless given here.
     trace_on: "meta"; "cpu" or "cuda" to trace a copy while it runs there for real; "auto": that
         only for a model that reads values, which the meta device does not have.
     """
@@ -99,7 +101,7 @@ def trace_model(
         autocast = autocast or inputs.autocast
         checkpoint = checkpoint or inputs.checkpoint
     blocks = find_blocks(model)
-    names, reentrant = _checkpointed(checkpoint, blocks)
+    names, recomputing = _checkpointed(checkpoint, blocks)
     return trace_module(
         model,
         args,
@@ -110,7 +112,7 @@ def trace_model(
         compute_dtype=compute_dtype,
         casts=("", *blocks) if compute_dtype else (),
         checkpoint=names,
-        reentrant=reentrant,
+        recomputing=recomputing,
         trace_on=trace_on,
         build=build,
     )
@@ -145,6 +147,7 @@ class TracedModel:
         self._loss, self._device, self._trace_on, self._build = loss, device, trace_on, build
         self._real: bool | None = None if trace_on == "auto" else trace_on != "meta"
         self._resolved: dict[Plan, Plan] = {}
+        self._apart: dict[tuple[Any, ...], Plan] = {}  # by how a model is cut
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
         self._described: dict[tuple[Any, ...], ModelDescription] = {}
 
@@ -154,6 +157,15 @@ class TracedModel:
         said = dict.fromkeys(note for trace in self._traces.values() for note in trace.notes)
         more = "Other micro-batch sizes, and recomputation, are derived from that run."
         return (*said, *((more,) if self._real else ()))
+
+    @property
+    def block_count(self) -> int:
+        return len(find_blocks(self.model))
+
+    @property
+    def tells_operators(self) -> bool:
+        """Of a real run only sums are kept; compiled blocks have operators that nobody sees."""
+        return not self._real and not any(map(is_compiled, self.model.modules()))
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
         """The Plan resolved, and the description of one micro-batch by it."""
@@ -171,16 +183,25 @@ class TracedModel:
         if not self._real:
             base = workload
         traced = self._trace(plan, base, self._trace_on if self._real else "meta")
-        apart = any(unit.whole for unit in resolved.require_units())
-        by = by_modules(plan, self.model) if apart else resolved
+        by = self._followed(resolved)
         key = (traced, by.units, workload.micro_batch, workload.checkpoint)
         if key not in self._described:
             made = describe_trace(self._traces[traced], by, self.name)
             made = scaled(made, workload.micro_batch / base.micro_batch)
             if workload.checkpoint != base.checkpoint:
-                made = checkpointed(made)
+                made = checkpointed(made, workload.checkpoint)
             self._described[key] = made
         return resolved, self._described[key]
+
+    def _followed(self, resolved: Plan) -> Plan:
+        """The Plan whose units a description follows; one for all meshes that are cut alike."""
+        if not any(unit.whole for unit in resolved.require_units()):
+            return resolved
+        cut = (resolved.name == "ddp", resolved.reduce, resolved.message_bytes,
+               resolved.bucket_bytes, resolved.cut)  # fmt: skip
+        if cut not in self._apart:
+            self._apart[cut] = by_modules(resolved, self.model)
+        return self._apart[cut]
 
     def _base_of(self, workload: Workload) -> Workload:
         """The micro-batch that shows whether the model reads values, and that a real run has: the
@@ -253,7 +274,7 @@ def by_modules(plan: Plan, model: nn.Module) -> Plan:
     """The Plan whose units a description follows: parameters that are kept whole travel apart, but
     count with the modules that compute with them.
     """
-    resolved = plan.resolve(model)
+    resolved = plan if plan.units is not None else plan.resolve(model)
     if any(unit.whole for unit in resolved.require_units()):
         apart = dataclasses.replace(plan, whole=(), whole_below=0, units=None)
         return apart.resolve(model)
@@ -262,16 +283,24 @@ def by_modules(plan: Plan, model: nn.Module) -> Plan:
 
 def _checkpointed(
     checkpoint: str | Sequence[str] | None, blocks: tuple[str, ...]
-) -> tuple[tuple[str, ...], bool]:
-    if checkpoint is None or checkpoint == "none":
-        return (), False
-    if isinstance(checkpoint, str):
-        if checkpoint not in CHECKPOINTS:
-            raise ValueError(
-                f"checkpoint is {checkpoint!r}, expected one of {CHECKPOINTS}, or module names"
-            )
-        return blocks, checkpoint == "reentrant"
-    return tuple(checkpoint), False
+) -> tuple[tuple[str, ...], Recomputing]:
+    if checkpoint is not None and not isinstance(checkpoint, str):
+        return tuple(checkpoint), Recomputing()
+    how = Recomputing.parse(checkpoint or "none")
+    return ((), Recomputing()) if how is None else (how.choose(blocks), how)
+
+
+def recompute(model: nn.Module, how: str) -> nn.Module:
+    """Let backward compute a model's blocks once more instead of keeping what is in them: in place,
+    before it is sharded. `how` is a word of `plan`'s answer (`Workload.checkpoint`):
+
+        "nonreentrant"             every block
+        "first-8", "every-2"       the first eight; every second one
+        "op", "op-first-8", ...    all of them, those: but attention and every other product is kept
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"recompute needs an nn.Module, got {model!r:.60}")
+    return recompute_blocks(model, how, find_blocks(model))
 
 
 def as_arguments(model: nn.Module, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -113,8 +113,7 @@ def show_range(bounds: tuple[float, float]) -> str:
 
 
 def _say_chosen(best: Candidate, ranking: Ranking) -> str:
-    again = "" if best.workload.checkpoint == "none" else ", recomputing"
-    work = f"{best.workload.split} {best.workload.of} on a rank{again}"
+    work = f"{best.workload.split} {best.workload.of} on a rank{best.workload.again}"
     return (
         f"chosen: {best.plan.title} on {best.plan.replicate}x{best.plan.shard} "
         f"({best.show_settings()}; {best.plan.compute_dtype}), the fastest of {ranking.tried} "

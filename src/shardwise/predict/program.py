@@ -20,7 +20,8 @@ from shardwise.description.model import (
     UnitDescription,
     UnitSegment,
 )
-from shardwise.description.workload import Workload
+from shardwise.description.workload import Recomputing, Workload
+from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.timeline import COMPUTE
@@ -335,10 +336,18 @@ def scaled(description: ModelDescription, factor: float, kernels: bool = True) -
     return replace(description, units=units, input_bytes=round(description.input_bytes * factor))
 
 
-def checkpointed(description: ModelDescription) -> ModelDescription:
-    """The same model with every block but the root's recomputed in backward: forward leaves only
-    the block's output, which is the next one's input.
+def checkpointed(description: ModelDescription, how: str = "nonreentrant") -> ModelDescription:
+    """The same model with blocks recomputed in backward, but never the root's: forward leaves only
+    the block's output, which is the next one's input. A unit of several blocks counts as one.
     """
+    recomputing = Recomputing.parse(how)
+    if recomputing is None or recomputing.keeps_products:
+        raise UserError(
+            f"recomputing {how} cannot be derived from sums: describe the model by a trace on the "
+            "meta device"
+        )
+    order = {unit.name: unit for unit, _ in description.segments if unit.modules != ("",)}
+    chosen = set(recomputing.choose(list(order)))
 
     def change(segment: UnitSegment) -> UnitSegment:
         forward, kept = segment.forward, min(segment.output_bytes, segment.forward.net_bytes)
@@ -351,7 +360,7 @@ def checkpointed(description: ModelDescription) -> ModelDescription:
         )
 
     def change_unit(unit: UnitDescription) -> UnitDescription:
-        if unit.modules == ("",):
+        if unit.name not in chosen:
             return unit
         return replace(unit, segments=tuple(change(s) for s in unit.segments))
 

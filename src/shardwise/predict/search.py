@@ -2,7 +2,8 @@
 
 First every strategy and mesh is tried with every micro-batch size and with and without activation
 checkpointing, at default settings; memory follows from the schedule's order alone, so what does not
-fit is dropped before it is simulated. Then the settings of each strategy's best are improved one at
+fit is dropped before it is simulated. Then no more is recomputed than the memory asks for, where
+that may come first. Then the settings of each strategy's best are improved one at
 a time: bucket bytes, what stays gathered, how far to gather ahead, how many reduces may be under
 way, and when micro-batches are reduced.
 """
@@ -40,6 +41,12 @@ from shardwise.predict.sources import Source, as_example, as_source, workload_of
 from shardwise.predict.step import EngineStep, StepOptions
 
 SIMULATED = 3  # micro-batches, of twice as many and more
+NOTHING, EVERYTHING = "none", "nonreentrant"  # are recomputed
+# Recomputing every block adds one forward to a forward and a backward of two: at most this share.
+RECOMPUTED_SHARE = 0.25
+LESS_TRIED = 1  # strategies for which less recomputation is looked for
+# Where a smaller share than this of what recomputing frees could be kept, that gains a percent.
+WORTH_KEEPING = 0.06
 USUAL_SHARDS = 512  # ranks of a shard group
 # What a smaller micro-batch foretells is not described when it exceeds the limit by so much.
 SURELY_TOO_MUCH = 1.15
@@ -58,7 +65,7 @@ def search(
     compute_dtype: str | None = None,
     reduce_dtype: str | None = None,
     options: StepOptions | None = None,
-    checkpoints: Sequence[str] = ("none", "nonreentrant"),
+    checkpoints: Sequence[str] | None = None,
     strategies: Sequence[str] = ("ddp", "zero1", "zero2", "zero3", "hsdp"),
 ) -> Ranking:
     """Rank Plans of `model` for `workload` on `world` ranks of `cluster` (default: one node).
@@ -77,7 +84,8 @@ def search(
     `budget_gb` is the memory a rank may use, in 1e9 bytes; default: the device's. It also decides
     which units stay gathered and how deep to prefetch. `compute_dtype` is by default what the
     device is quickest in: bfloat16, on a CPU float32; a description has been made in one already.
-    `reduce_dtype` is by default float32.
+    `reduce_dtype` is by default float32. `checkpoints` are the ways to recompute that are tried
+    (`Recomputing`); default: none, every block, and what is between.
     """
     world = cluster.ranks_per_node or 1 if world is None else world
     if world < 1:
@@ -130,9 +138,11 @@ def search(
             "number of ranks that divides into groups; use zero3, or another number of ranks"
         )
     for plan in plans:
-        for split in _splits(workload, checkpoints):
+        for split in _splits(workload, checkpoints or (NOTHING, EVERYTHING)):
             run.consider(plan, split)
     run.check_some_ran()
+    if checkpoints is None:
+        run.recompute_less()
     for candidate in run.ranking().best_of_each():
         run.refine(candidate)
     return run.ranking()
@@ -204,9 +214,8 @@ class _Search:
     def _tell_failed(self) -> list[str]:
         reasons: dict[str, list[str]] = {}
         for split, why in self.failed.values():
-            again = ", recomputing" * (split.checkpoint != "none")
             said = tell(why.__cause__) if why.__cause__ else str(why)
-            reasons.setdefault(said, []).append(f"{split.split} {split.of}{again}")
+            reasons.setdefault(said, []).append(f"{split.split} {split.of}{split.again}")
         return [f"not tried: {', '.join(s)}: {why}" for why, s in reasons.items()]
 
     def starting_plans(self, world: int, strategies: Sequence[str]) -> Iterator[Plan]:
@@ -264,7 +273,7 @@ class _Search:
             return Candidate.of(plan, part, timeline, self.limit, self.cluster)
 
         more = workload.micro_batches - SIMULATED
-        if workload.sizes is not None or more <= SIMULATED:
+        if workload.uneven_sizes or more <= SIMULATED:
             return simulated(workload.micro_batches)
         return simulated(SIMULATED).extended(simulated(SIMULATED - 1), workload, more)
 
@@ -287,10 +296,65 @@ class _Search:
             self._too_large[key] = peak
         return peak
 
+    def recompute_less(self) -> None:
+        """Where every block was recomputed because nothing less would fit: the first few alone, and
+        all but attention and every other product. Looked for where that may come first.
+
+        The first blocks are as good as every second or third: it is the same work, and the peak is
+        lower, since the last block is not made again while what all others keep is still there.
+        """
+        ranking = self.ranking()
+        if not ranking:
+            return
+        fastest = ranking[0].step_ms
+        best: dict[str, Candidate] = {}
+        for c in ranking:
+            if c.workload.checkpoint == EVERYTHING:
+                best.setdefault(c.plan.title, c)
+        for whole in list(best.values())[:LESS_TRIED]:
+            plan = dataclasses.replace(whole.plan, units=None)
+            all_kept = dataclasses.replace(whole.workload, checkpoint=NOTHING)
+            if (plan, all_kept) in self.found or whole.step_ms * (1 - RECOMPUTED_SHARE) > fastest:
+                continue
+            most = self._foretold(plan, all_kept)
+            room = self.limit / (1 + MEMORY_MARGIN) - whole.peak_bytes
+            if most is None or room < WORTH_KEEPING * (most - whole.peak_bytes):
+                continue
+            self._recompute_first(plan, all_kept, "first", most, whole.peak_bytes)
+            if self.source.tells_operators:
+                kept = self.consider(plan, dataclasses.replace(all_kept, checkpoint="op"))
+                if kept is not None:
+                    self._recompute_first(plan, all_kept, "op-first", most, kept.peak_bytes)
+
+    def _recompute_first(
+        self, plan: Plan, workload: Workload, word: str, none_peak: float, all_peak: float
+    ) -> None:
+        """As few of the first blocks as will fit: what is kept grows evenly with those left out."""
+        blocks, room = self.source.block_count, self.limit / (1 + MEMORY_MARGIN)
+        if none_peak <= all_peak:
+            return
+        least = math.ceil(blocks * (none_peak - room) / (none_peak - all_peak))
+        for more in (0, 1, max(2, blocks // 8)):
+            count = max(1, least) + more
+            if count >= blocks:
+                return
+            work = dataclasses.replace(workload, checkpoint=f"{word}-{count}")
+            if self.consider(plan, work) is not None:
+                return
+
+    def _foretold(self, plan: Plan, workload: Workload) -> float | None:
+        """The peak in proportion to the last micro-batch that was described; None without one."""
+        known = self._described.get((plan, workload.checkpoint))
+        if known is None:
+            return None
+        size, resolved, description = known
+        grown = scaled(description, workload.micro_batch / size, kernels=False)
+        return self._peak(resolved, grown, workload)
+
     def _peak(self, plan: Plan, description: ModelDescription, workload: Workload) -> int:
         works = works_of(plan, description, workload)
         count = workload.micro_batches
-        if workload.sizes is None:
+        if not workload.uneven_sizes:
             # Those between the first and the last do as the second does.
             count = min(count, 3)
         sizes = {

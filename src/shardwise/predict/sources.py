@@ -111,6 +111,12 @@ class FixedDescription:
         self.compute_dtype, self.notes = description.compute_dtype, description.notes
         self._made: dict[tuple[int, str], ModelDescription] = {}
 
+    @property
+    def block_count(self) -> int:
+        return sum(unit.modules != ("",) for unit in self._base.units)
+
+    tells_operators = False  # only sums are described
+
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
         if workload.sequence != self._workload.sequence:
             raise ValueError(
@@ -122,7 +128,7 @@ class FixedDescription:
             factor = workload.micro_batch / self._workload.micro_batch
             made = scaled(self._base, factor)
             if workload.checkpoint != "none" and self._workload.checkpoint == "none":
-                made = checkpointed(made)
+                made = checkpointed(made, workload.checkpoint)
             self._made[key] = made
         if self._base.outline is not None:
             return plan.resolve(self._base.outline), self._made[key]

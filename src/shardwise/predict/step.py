@@ -15,6 +15,7 @@ from shardwise.planning.memory import plan_schedule
 from shardwise.planning.plan import Plan
 from shardwise.predict.cost import Costs
 from shardwise.predict.program import Builder, Change, Op, PeakCounter, Program, Work, rounded
+from shardwise.schedule.arena import Layout, Lives, lay_out
 from shardwise.schedule.drive import Part, run_backward, run_forward, settle
 from shardwise.timeline import COMPUTE
 
@@ -176,8 +177,29 @@ class Step:
 class EngineStep(Step):
     """The step of shardwise's own engine: its schedule, driven without tensors."""
 
+    block = 0  # bytes of its arena
+
+    def build(self, sizes: Sequence[int]) -> Program:
+        if self.plan.has_arena(self.costs.streams):
+            self.block = self._lay_out(sizes).nbytes
+        return super().build(sizes)
+
+    def _lay_out(self, sizes: Sequence[int]) -> Layout:
+        """The arena that such a step takes, by the lives of its pieces."""
+        trial = EngineStep(
+            self.plan, self.works, self.costs, self.workload, self.options, agreed=self.agreed
+        )
+        trial.b = PeakCounter(self.costs)
+        Step.build(trial, sizes)
+        assert trial.lives is not None
+        return lay_out(trial.lives.end_step())
+
     def begin(self) -> None:
-        executor = PlannedExecutor(self.plan, self.b, self.costs.streams)
+        self.lives = Lives() if self.plan.has_arena(self.costs.streams) else None
+        executor = PlannedExecutor(
+            self.plan, self.b, self.costs.streams, self.lives, in_block=self.block > 0
+        )
+        self.b.hold("full", self.block)
         self.schedule = plan_schedule(self.plan, executor)
         self.units = self.schedule.units
         self._made: dict[int, list[Part[PlannedUnit]]] = {}  # by the id of their work

@@ -21,7 +21,12 @@ from shardwise.checked import (
     write_value,
 )
 from shardwise.description.preset import SIZES, Size, size_named
-from shardwise.description.workload import CheckpointKind, Workload, parse_micro_batches
+from shardwise.description.workload import (
+    RECOMPUTE_HELP,
+    Recomputing,
+    Workload,
+    parse_micro_batches,
+)
 from shardwise.errors import UserError, nearest
 
 ZeroOrMore = Annotated[int, at_least(0)]
@@ -41,7 +46,7 @@ def _check(section: str, values: Any) -> None:
 @dataclass(frozen=True)
 class ModelConfig:
     size: str = key("tiny", f"a preset: {' '.join(SIZES)}")
-    checkpoint: CheckpointKind = key("none", "recompute activations: none reentrant nonreentrant")
+    checkpoint: str = key("none", f"recompute activations: {RECOMPUTE_HELP}")
     vocab: int | None = key(None, "instead of the preset's")
     d_model: int | None = key(None, "instead of the preset's")
     d_ff: int | None = key(None, "instead of the preset's")
@@ -53,7 +58,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check("model", self)
-        self.resolve()
+        size = self.resolve()
+        try:
+            recomputing = Recomputing.parse(self.checkpoint)
+            if recomputing is not None:
+                recomputing.choose(range(size.layers))
+        except UserError as error:
+            raise UserError(f"model.checkpoint: {error}") from error
 
     def resolve(self) -> Size:
         """Give the size: the preset with the overrides in place."""
@@ -175,6 +186,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Sizes of micro-batches say how many there are, and the largest is the batch."""
+        recomputing = Recomputing.parse(self.model.checkpoint)
+        if self.run.compile and recomputing is not None and recomputing.keeps_products:
+            raise UserError(
+                f"model.checkpoint={self.model.checkpoint} and run.compile: the operators of a "
+                "compiled block cannot be told apart; give nonreentrant, first-N or every-K"
+            )
         if not self.data.sizes:
             return
         if self.data.sizes.isdigit():

@@ -270,9 +270,8 @@ class _Training:
                 saves = run.save_every > 0 and (last or step % run.save_every == 0)
                 if not (logs or saves or step % _LOOK_EVERY == 0):
                     continue
-                loss, stops = _agree(
-                    loss_sum, notice.asked
-                )  # on cuda also waits for the step to end
+                # On cuda this also waits for the step to end.
+                loss, stops = _agree(loss_sum, notice.asked)
                 loss /= step_tokens
                 now, waited_now = time.perf_counter(), sw.exposed_seconds(self.model)
                 elapsed = now - start

@@ -7,6 +7,7 @@ dropout become the device's fused kernels, and autocast's casts are done as its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -165,13 +166,37 @@ class DeviceKernels(TorchFunctionMode):
             return flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
-        if self.device == "cuda" and low and attn_mask is None and query.shape[-1] <= 256:
+        fuses = self.device == "cuda" and _rows_lie_dense(query, key, value, attn_mask)
+        if fuses and low and attn_mask is None and query.shape[-1] <= 256:
             return flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        if self.device == "cuda" and not grouped:
+        aligned = query.shape[-1] % (16 // query.element_size()) == 0
+        if fuses and aligned and not grouped:
             return efficient_attention(
                 query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
             )[0]
+        if self.device == "cuda" and dropout_p > 0 and attn_mask is not None and not grouped:
+            return self._attend_by_products(query, key, value, attn_mask, dropout_p, scale)
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+
+    def _attend_by_products(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        dropout_p: float,
+        scale: float | None,
+    ) -> Tensor:
+        """As torch does where nothing is fused: in 32 bits. On the meta device its dropout would
+        keep a mask of 32 bits, where a GPU's keeps a byte.
+        """
+        each = (scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
+        q, k, v = (t.float() for t in (query, key, value))
+        scores = (q * each) @ (k * each).transpose(-2, -1)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
+        found = aten.native_dropout((scores + mask.to(scores.dtype)).softmax(-1), dropout_p, True)
+        return (found[0] @ v).to(query.dtype)
 
     def _flex(
         self,
@@ -229,6 +254,11 @@ class DeviceKernels(TorchFunctionMode):
         if not training or p == 0 or inplace or not input.is_meta:
             return functional.dropout(input, p, training, inplace)
         return aten.native_dropout(input, p, True)[0]
+
+
+def _rows_lie_dense(*tensors: Tensor | None) -> bool:
+    """As torch's fused attention asks: a mask too. T5's bias is a permuted lookup, so it is not."""
+    return all(t is None or t.stride(-1) == 1 for t in tensors)
 
 
 def _raise(value: Any) -> Any:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint as activation_checkpoint
 
 from shardwise.description.parameters import places
+from shardwise.description.recompute import run_again
 from shardwise.description.tracing.torch_private import pytree
+from shardwise.description.workload import Recomputing
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def hook(
     casts: tuple[str, ...],
     dtype: torch.dtype | None,
     checkpoint: tuple[str, ...],
-    reentrant: bool,
+    recomputing: Recomputing,
 ) -> None:
     """Hook the copy: modules tell when they run, parameters when they have a gradient; the inputs
     of `casts` are cast to `dtype`, and `checkpoint` run under activation checkpointing.
@@ -96,7 +97,7 @@ def hook(
         if name:
             _tell_when_run(module, name, recorder)
         if name in checkpoint:
-            _checkpoint(module, name, recorder, reentrant)
+            _checkpoint(module, name, recorder, recomputing)
     for parameter in copied.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
@@ -124,7 +125,7 @@ def _caster(dtype: torch.dtype) -> Callable[..., Any]:
     return cast
 
 
-def _checkpoint(module: nn.Module, name: str, recorder: Recorder, reentrant: bool) -> None:
+def _checkpoint(module: nn.Module, name: str, recorder: Recorder, how: Recomputing) -> None:
     """Run the module's forward under activation checkpointing."""
     plain = module.forward
 
@@ -143,8 +144,6 @@ def _checkpoint(module: nn.Module, name: str, recorder: Recorder, reentrant: boo
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        return activation_checkpoint.checkpoint(
-            run, *args, use_reentrant=reentrant, preserve_rng_state=False, **kwargs
-        )
+        return run_again(how, False, run, *args, **kwargs)
 
     module.forward = forward

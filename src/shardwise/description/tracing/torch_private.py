@@ -32,6 +32,19 @@ schema_of = attrgetter("_schema")
 # is always 0. Without it a view would count as memory of its own.
 storage_id = attrgetter("_cdata")
 
+# How often a tensor was written. Without it a kept result that was changed in place would be taken
+# for what it was.
+version_of = attrgetter("_version")
+
+
+def detach_below_autograd(tensor: Tensor) -> Tensor:
+    """A view that counts writes with its tensor, also below autograd. Without it such a view would
+    count its own alone.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 # The node of autograd's graph that runs now, the number that forward gave it, and the number that
 # forward would give next. Without them no backward operator would belong to a module.
 current_node = torch._C._current_autograd_node
@@ -44,6 +57,27 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 
+
+def _operators(*names: str) -> frozenset[Any]:
+    """Those that this torch has, in all of their forms."""
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    return frozenset(
+        getattr(packet, form) for packet in packets if packet is not None
+        for form in packet.overloads() if form != "out"
+    )  # fmt: skip
+
+
+# What recomputation of chosen operators tells apart: products, and attention as one kernel.
+product_operators = _operators(
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"
+)
+attention_operators = _operators(
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
+    "_efficient_attention_forward",
+)  # fmt: skip
+
 _FLEX = "torch.nn.attention.flex_attention"
 _autograd = torch.autograd.Variable._execution_engine
 
@@ -54,6 +88,14 @@ def run_backward(scalar: Tensor) -> None:
         (scalar,), (torch.ones_like(scalar),), False, False, (),
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether `module.compile()` was called, or it is what `torch.compile` gave. Without it blocks
+    whose operators cannot be told apart would be recomputed whole where some were to be kept.
+    """
+    called = getattr(module, "_compiled_call_impl", None) is not None
+    return called or type(module).__name__ == "OptimizedModule"
 
 
 def loaded_compilers() -> int:

@@ -53,6 +53,7 @@ from shardwise.description.tracing.torch_private import (
     uncompiled,
     whole_sequences,
 )
+from shardwise.description.workload import Recomputing
 from shardwise.errors import UserError
 
 TRACE_ON = ("auto", "meta", "cpu", "cuda")
@@ -104,7 +105,7 @@ class _Setting:
     dtype: torch.dtype | None
     casts: tuple[str, ...]
     checkpoint: tuple[str, ...]
-    reentrant: bool
+    recomputing: Recomputing
 
 
 def trace_module(
@@ -118,7 +119,7 @@ def trace_module(
     compute_dtype: str | None = None,
     casts: tuple[str, ...] = (),
     checkpoint: tuple[str, ...] = (),
-    reentrant: bool = False,
+    recomputing: Recomputing | None = None,
     trace_on: str = "auto",
     build: Callable[[], nn.Module] | None = None,
 ) -> ModelTrace:
@@ -130,7 +131,8 @@ def trace_module(
     device: whose fused kernels to take, "cuda" or "cpu". autocast: the name of a dtype.
     compute_dtype: parameters are cast to it, and the inputs of the modules `casts` too, as the
         engine does.
-    checkpoint: modules to run under activation checkpointing, beside what the model does itself.
+    checkpoint: modules to run under activation checkpointing, beside what the model does itself;
+        `recomputing` says how; default: each of them whole.
     trace_on: "meta"; "cpu" or "cuda" to run a copy there for real; "auto": for real only if the
         meta device will not do, on a GPU if there is one. build: gives the model with values,
         for such a run of a model that has none.
@@ -141,7 +143,13 @@ def trace_module(
         raise ValueError(f"trace_on is {trace_on!r}, expected one of {TRACE_ON}")
     dtype = _dtype_named(compute_dtype, "compute_dtype")
     setting = _Setting(
-        loss, device, _dtype_named(autocast, "autocast"), dtype, casts, checkpoint, reentrant
+        loss,
+        device,
+        _dtype_named(autocast, "autocast"),
+        dtype,
+        casts,
+        checkpoint,
+        recomputing or Recomputing(),
     )
     name, given = type(model).__name__, (tuple(args), dict(kwargs or {}))
     if loss is None:
@@ -211,7 +219,7 @@ def _trace(
     inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
     recorder.know([*tensors, *inputs])
     kernels = DeviceKernels(setting.device, setting.autocast, recorder.note_kernel)
-    hook(copied, recorder, setting.casts, setting.dtype, setting.checkpoint, setting.reentrant)
+    hook(copied, recorder, setting.casts, setting.dtype, setting.checkpoint, setting.recomputing)
     args, kwargs = given
     with uncompiled(), whole_sequences(), recorder.recording(), kernels.active():
         with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
