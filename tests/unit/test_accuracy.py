@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.cli import main
 from shardwise.description.cluster import Cluster
+from shardwise.lab.accuracy import published
 from shardwise.lab.accuracy import run as accuracy
 from shardwise.lab.accuracy import seeds as accuracy_seeds
 from shardwise.lab.accuracy.calibrate import Calibration
@@ -78,6 +79,23 @@ def test_seed_000_starts_from_what_was_measured() -> None:
     rows = {row["micro_batch"]: row["step_ms"] for row in json.loads(path.read_text())["rows"]}
     for size, seconds in accuracy_seeds.MICRO_BATCH_S.items():
         assert seconds * 1e3 == pytest.approx(rows[size], abs=0.5)
+
+
+def test_published_throughputs_that_set_nothing_lie_in_the_stated_range() -> None:
+    """Two of them predicted now, all of them in the file that docs/accuracy.md is made of."""
+    rows = json.loads((RESULTS / "accuracy.json").read_text())["rows"]
+    written = {row["case"]: row for row in rows if "range_ms" in row}
+    assert set(written) == {run.name for run in published.RUNS}
+    cluster = Cluster.load(published.CLUSTER)
+    for run in published.quick_runs():
+        row = published.row_of(run, cluster)
+        assert not run.derates and row["inside"]
+        assert row["predicted_ms"] == pytest.approx(written[run.name]["predicted_ms"], rel=0.005)
+    assert all(row["inside"] for row in written.values())
+    assert published.by_which_they_are_off(written.values()) == pytest.approx(1, abs=0.01)
+    assert sum(row["set"] == "published" for row in written.values()) >= 40
+    page = (RESULTS.parents[1] / "docs" / "accuracy.md").read_text()
+    assert all(f"| {name} |" in page for name in written)
 
 
 def test_there_are_enough_configurations_of_every_kind() -> None:

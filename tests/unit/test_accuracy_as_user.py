@@ -116,7 +116,7 @@ def test_two_real_ranks_train_what_was_planned() -> None:
         model.build_text("quick"), place.cluster, inputs=model.inputs_text("quick"),
         loss=model.loss, world=2, strategies=("zero3",), checkpoints=("none",),
     )  # fmt: skip
-    (took,) = as_user.train(place, model, ranking[:1])
+    (took,) = as_user.train(place, model, ranking[:1], [{}])
     plan = as_user.tell_plan(ranking[0], ranking, took)
     assert plan["measured_ms"] > 0 and plan["steps"] == as_user.STEPS
     assert plan["measured_bytes"] > ranking[0].plan.require_units()[0].parameter_bytes
@@ -130,7 +130,7 @@ def test_training_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(as_user, "start", full)
     plan = sw.Plan.of("zero3", 8).to_json()
-    row = as_user._train_emulated(place, BY_NAME["unet"], plan, Workload(1, 2))
+    row = as_user._train_emulated(place, BY_NAME["unet"], plan, Workload(1, 2), {})
     assert row == {"error": "out of memory"}
     assert user_page.fits(row | {"needed_bytes": 1e9}, "needed_bytes") is False
 
@@ -153,6 +153,8 @@ def test_what_rows_come_to() -> None:
     assert [user_page.inside(p, "range_ms") for p in plans] == [True, False, False]
     assert user_page.error(plans[0], "alone_bytes") == pytest.approx(-0.1)
     assert user_page.fits(plans[0], "needed_bytes") is True
+    tried = plans[0] | {"fits_needed_bytes": False}
+    assert user_page.fits(tried, "needed_bytes") is False
     assert user_page.fits(plans[0], "alone_needed_bytes") is False
     first, alone, *_ = user_page.summarize("h200", [row])
     assert "step within 6.6% on average and -10.9% at worst (3 Plans)" in first

@@ -10,14 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardwise.children import ChildFailed
 from shardwise.cli import main
 from shardwise.description.language_model import LM, draw_tokens, make_model
 from shardwise.description.preset import BENCH, bench_size
+from shardwise.emulation import collectives
 from shardwise.emulation.collectives import Network
 from shardwise.emulation.run import joined
 from shardwise.lab.steps import cases, compare, engines, measure
 from shardwise.lab.steps.engines import OPTIMIZER, Wrapped, largest_difference
 from shardwise.lab.steps.measure import Measured
+from shardwise.lab.steps.models import build_model
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Side
 
@@ -92,7 +95,7 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
         return answer
 
     monkeypatch.setattr(engines, "_meshes", {})
-    monkeypatch.setattr(footprint, "free_device", lambda: 100)
+    monkeypatch.setattr(footprint, "free_device", lambda workspaces=False: 100)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
     monkeypatch.setattr(footprint, "peaks_on_cuda", lambda run: play(run, (700, 3000)))
     monkeypatch.setattr(timing, "time_on_cuda", timing.time_on_host(lambda: None))
@@ -116,21 +119,83 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
 
 @pytest.mark.usefixtures("no_group")
 def test_every_candidate_of_captured_steps_trains(monkeypatch):
-    """On a CPU, where nothing is captured, they all train alike; and a table says their memory."""
+    """On a CPU, where nothing is captured, they all train alike."""
     case = cases.StepCase("c", TINY, 1, 8, ("zero3",), steps=1, warmup=1, through="capture")
+    compiled = dataclasses.replace(case, compiled=True)
     monkeypatch.setattr(engines, "_meshes", {})
     monkeypatch.setattr(engines, "TorchCaptured", lambda step: step)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
     tokens = draw_tokens(TINY, 1, 8, "cpu")
     with joined(0, 8):
-        wraps = compare._wraps(case)
-        for wrap in wraps.values():
+        wraps = [*compare._wraps(case).values(), *compare._wraps(compiled).values()]
+        for wrap in wraps:
             step = wrap(make_model(TINY, "cpu"), "zero3", case.precision).step_on(*tokens)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for _ in range(4):
                     step()
     assert len(wraps) == 10
+
+
+@pytest.fixture
+def device_of_the_host(monkeypatch):
+    """A CPU plays the device of captured steps, which stay eager there."""
+    monkeypatch.setattr(engines, "_meshes", {})
+    monkeypatch.setattr(engines, "TorchCaptured", lambda step: step)
+    monkeypatch.setattr(engines.sw, "capture", lambda step: step, raising=False)
+    monkeypatch.setattr(footprint, "free_device", lambda workspaces=False: 2**30)
+    monkeypatch.setattr(footprint, "largest_blocks", lambda: "1 x 1024.0 MiB")
+    monkeypatch.setattr(footprint, "peaks_on_cuda", lambda step: (step(), (2**31, 2**32))[1])
+    monkeypatch.setattr(timing, "time_on_cuda", timing.time_on_host(lambda: None))
+    monkeypatch.setattr(timing, "time_ahead", lambda step, *_: (step(), (1.0, None))[1])
+    for name in ("synchronize", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 2**30)
+    links = SimpleNamespace(delay=None)
+    monkeypatch.setattr(collectives.Emulation, "links_of", lambda emulation, device: links)
+    monkeypatch.setattr(compare, "build_model", lambda size, device: build_model(size, "cpu"))
+    monkeypatch.setattr(measure, "draw_tokens", lambda *given: draw_tokens(*given[:3], "cpu"))
+    monkeypatch.setattr(compare, "draw_tokens", lambda *given: draw_tokens(*given[:3], "cpu"))
+
+
+@pytest.mark.usefixtures("no_group", "device_of_the_host")
+def test_static_steps_go_on_after_a_failure(monkeypatch, tmp_path, capsys):
+    """One candidate raises, one case's process ends: rows say so, and are tried again."""
+    case = cases.StepCase(
+        "static-a", TINY, 1, 8, ("zero3",), steps=2, warmup=1, network=Network(),
+        through="capture", blocks=1,
+    )  # fmt: skip
+    small = dataclasses.replace(
+        cases.FAMILIES["static"], cases=(case, dataclasses.replace(case, name="static-b"))
+    )
+    dies = True
+
+    def ask(family, function, *given):
+        if dies and given[0].cases[0].name == "static-b":
+            raise ChildFailed("rank 0:\nout of luck")
+        with joined(0, 8):
+            return json.loads(json.dumps(function(*given)))
+
+    def broken(*_):
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(cases.Family, "ask", ask)
+    monkeypatch.setattr(compare, "select", lambda names, choice: {"static": small})
+    monkeypatch.setattr(compare, "run_fresh", lambda function, *given: function(*given))
+    monkeypatch.setitem(engines.BESIDE["capture"], "fully_shard, captured", broken)
+    path = tmp_path / "static.json"
+    command = ["bench", "step", "--cases", "static", "--json", str(path)]
+    assert main(command) == 0
+    row, lost = json.loads(path.read_text())["rows"]
+    assert row["failures"] == {"fully_shard, captured": "RuntimeError: no graph"}
+    assert set(row["beside"]) == {"ours, eager", "ours, eager, arena", "ours, captured, arena"}
+    assert set(row["alone"]) == {"ours", "theirs", *row["beside"]}
+    assert "out of luck" in lost["failure"]
+    said = capsys.readouterr()
+    assert "static-b zero3: its process ended" in said.out
+    assert "1024 MiB stayed on the device after the last candidate: 1 x" in said.err
+    dies = False
+    assert main([*command, "--resume"]) == 0
+    assert "failure" not in json.loads(path.read_text())["rows"][1]
 
 
 def test_candidates_take_turns_after_their_warm_up():

@@ -248,7 +248,8 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
         figures = (gathers / 1e9, (row["total"] - gathers) / 1e9, row["total"] / 1e9, over)
         lines.append([name, *(f"{figure:.2f}" for figure in figures)])
     title = f"GB that one rank of {BYTES_RANKS} sends in a step of the reference model"
-    print_table(title, heads, lines, {}, heads[:1], 80)
+    if lines:
+        print_table(title, heads, lines, {}, heads[:1], 80)
     learned = {row["lever"]: row for row in rows if row["part"] == "curve"}
     lines = []
     for name, row in learned.items() if "plain" in learned else ():
@@ -260,7 +261,8 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
         lines.append([name, f"{found['end']:.3f}", span, apart, share, sent])
     columns = ("lever", "loss", "plain's seeds", "of spread", "beyond", "kB sent")
     title = f"loss at the end, the mean of {facts.get('seeds')} seeds, {facts.get('steps')} steps"
-    print_table(title, columns, lines, {}, columns[:1], 80)
+    if lines:
+        print_table(title, columns, lines, {}, columns[:1], 80)
     for row in rows:
         if row["part"] == "step":
             _show_steps(row)

@@ -24,7 +24,11 @@ from shardwise.trainer.group import open_group
 from shardwise.trainer.launch import start_ranks
 
 # Imported once, in the server that the processes are forked from; it touches no device.
-_PRELOAD = ["shardwise.lab.exercises.compiling", "shardwise.lab.exercises.overlap"]
+_PRELOAD = [
+    "shardwise.lab.exercises.compiling",
+    "shardwise.lab.exercises.overlap",
+    "shardwise.lab.steps.compare",
+]
 
 
 def ask_ranks(

@@ -120,7 +120,7 @@ def run_model(place: Place, model: UserModel) -> Row:
     if not chosen:
         raise UserError(f"no Plan could be tried: {'; '.join(tried.notes) or tried.explain()}")
     say(f"{place.part} {model.name}: training by {len(chosen)} Plans")
-    found = train(place, model, chosen)
+    found = train(place, model, chosen, [_needs(c, alone) for c in chosen])
     plans = [tell_plan(c, alone, took) for c, took in zip(chosen, found, strict=True)]
     return {"plans": plans, "notes": list(tried.notes)}
 
@@ -169,10 +169,21 @@ def choose(ranking: Ranking) -> list[Candidate]:
     return [*found.values(), *([corrected] if corrected is not None and found else [])]
 
 
+def _alone(candidate: Candidate, alone: Ranking) -> Candidate:
+    """The same Plan and work before anything was tried."""
+    work = (candidate.plan, candidate.workload)
+    return next(c for c in alone if (c.plan, c.workload) == work)
+
+
+def _needs(candidate: Candidate, alone: Ranking) -> dict[str, float]:
+    """What a search asks for, with and without trials."""
+    before = _alone(candidate, alone)
+    return {"needed_bytes": candidate.needed_bytes, "alone_needed_bytes": before.needed_bytes}
+
+
 def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
     """A Plan's prediction with and without trials, and what it took."""
-    work = (candidate.plan, candidate.workload)
-    before = next(c for c in alone if (c.plan, c.workload) == work)
+    before = _alone(candidate, alone)
     return {
         "strategy": candidate.plan.title,
         "mode": f"{candidate.workload.split}, {candidate.show_settings()}",
@@ -195,7 +206,13 @@ def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
 
 
 def start(model: UserModel, scale: str, plan: sw.Plan, work: Workload, device: str) -> Step:
-    """A training program as its user writes it."""
+    return start_training(model, scale, plan, work, device)[1]
+
+
+def start_training(
+    model: UserModel, scale: str, plan: sw.Plan, work: Workload, device: str
+) -> tuple[torch.nn.Module, Step]:
+    """A training program as its user writes it: its model and its step."""
     rank = dist.get_rank()
     torch.manual_seed(7)  # the same first weights on every rank
     with torch.device(device):
@@ -213,7 +230,7 @@ def start(model: UserModel, scale: str, plan: sw.Plan, work: Workload, device: s
             (_loss(model, built, batch) / divisor).backward()
         optimizer.step()
 
-    return step
+    return built, step
 
 
 def _to(batch: Any, device: str) -> Any:
@@ -230,20 +247,26 @@ def _loss(model: UserModel, built: torch.nn.Module, batch: Any) -> Tensor:
     return model.loss(output, batch) if model.loss_takes_inputs else model.loss(output)
 
 
-def train(place: Place, model: UserModel, chosen: Sequence[Candidate]) -> list[Row]:
+def train(
+    place: Place, model: UserModel, chosen: Sequence[Candidate], needs: Sequence[dict[str, float]]
+) -> list[Row]:
     """What steps of each Plan took; of one that failed, the error."""
     works = [(replace(c.plan, units=None).to_json(), c.workload) for c in chosen]
     if place.part == "gloo":
         found: list[Row] = ask_ranks(train_as_rank, (model.name, place.scale, works), place.world)
         return found
-    return [_train_emulated(place, model, *work) for work in works]
+    pairs = zip(works, needs, strict=True)
+    return [_train_emulated(place, model, *work, needed) for work, needed in pairs]
 
 
-def _train_emulated(place: Place, model: UserModel, plan: str, work: Workload) -> Row:
+def _train_emulated(
+    place: Place, model: UserModel, plan: str, work: Workload, needs: dict[str, float]
+) -> Row:
     """As the first of the emulated ranks; on a CPU only to try the benchmark."""
     cuda = place.device.startswith("cuda")
     left = footprint.free_device() if cuda else 0
     peaks: tuple[int | None, int | None] = (None, None)
+    within: Row = {}
     try:
         with joined(0, place.world), emulate(ClusterNetwork(place.cluster)) as emulation:
             step = start(model, place.scale, sw.Plan.from_json(plan), work, place.device)
@@ -258,6 +281,9 @@ def _train_emulated(place: Place, model: UserModel, plan: str, work: Workload) -
             if cuda:
                 allocated, reserved = footprint.peaks_on_cuda(step)
                 peaks = allocated - left, reserved - left
+                # The larger first: a step that has no room leaves nothing to go on with.
+                for what in sorted(needs, key=needs.__getitem__, reverse=True):
+                    within[f"fits_{what}"] = footprint.runs_within(step, int(needs[what]) + left)
             del step
     except Exception as error:
         if not isinstance(error, torch.OutOfMemoryError):
@@ -267,7 +293,7 @@ def _train_emulated(place: Place, model: UserModel, plan: str, work: Workload) -
         forget_compiled()
         if cuda:
             footprint.free_device()
-    return _tell(samples, *peaks)
+    return _tell(samples, *peaks) | within
 
 
 def train_as_rank(

@@ -17,7 +17,7 @@ from shardwise.description.language_model import compute_loss, make_model
 from shardwise.description.model import ModelDescription
 from shardwise.description.preset import BENCH as LARGE
 from shardwise.description.preset import Size, bench_size
-from shardwise.description.workload import CheckpointKind, Workload
+from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import Network
 from shardwise.lab.steps.cases import MIXED, NETWORKS, OWN
 from shardwise.lab.steps.engines import Precision
@@ -43,7 +43,7 @@ class AccuracyCase:
     length: int
     precision: Precision = MIXED
     network: Network = NVLINK
-    checkpoint: CheckpointKind = "none"
+    checkpoint: str = "none"
     micro_batches: int = 1
     mesh: tuple[int, int] | None = None  # None: one axis of WORLD ranks
     settings: tuple[tuple[str, Any], ...] = ()
@@ -113,7 +113,7 @@ def describe_model(
     length: int,
     plan: sw.Plan,
     device: str,
-    checkpoint: CheckpointKind = "none",
+    checkpoint: str = "none",
 ) -> Traced:
     """Trace a model on the meta device: the Plan with its units, and what each of them costs."""
     model = make_model(size, "meta", length)

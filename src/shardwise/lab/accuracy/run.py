@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardwise.description.cluster import Cluster
 from shardwise.emulation.run import join_fake_group
 from shardwise.errors import UserError
-from shardwise.lab.accuracy import as_user, seeds
+from shardwise.lab.accuracy import as_user, published, seeds
 from shardwise.lab.accuracy.calibrate import Calibration, calibrate_device
 from shardwise.lab.accuracy.cases import CASES, WORLD, AccuracyCase
 from shardwise.lab.accuracy.device import predict_shipped, run_case
@@ -30,7 +30,7 @@ from shardwise.lab.accuracy.page import SEEDS, draw_plot, show, tell_prediction,
 from shardwise.lab.rows import RowFile, describe_run, say
 from shardwise.profiling.results import Row, read_json
 
-SIMULATED = ("reported", "shipped")
+SIMULATED = ("reported", "published", "shipped")
 SHIPPED = "h200x8-measured"  # the packaged file of the GPU that was measured
 
 
@@ -102,6 +102,8 @@ def run_parts(
     for part in parts:
         if part == "reported":
             run_seeds(results, quick)
+        elif part == "published":
+            run_published(results, quick)
         elif part == "shipped":
             run_shipped(results, [*results.rows, *measured], cluster)
         elif part == "gloo":
@@ -125,6 +127,15 @@ def run_seeds(results: Results, quick: bool = False) -> None:
         say(f"{SEEDS['000']}: accumulate 1 to 8, ratio 1 to 4")
         results.facts["sweep"] = seeds.sweep_000()
         results.write()
+
+
+def run_published(results: Results, quick: bool = False) -> None:
+    """Predict what was published, in the order that builds each model once."""
+    cluster = Cluster.load(published.CLUSTER)
+    for run in published.quick_runs() if quick else published.RUNS:
+        if not results.has(case=run.name):
+            say(f"{run.name}: {run.mode}")
+            results.add(published.row_of(run, cluster))
 
 
 def run_shipped(results: Results, measured: Iterable[Row], cluster: str) -> None:

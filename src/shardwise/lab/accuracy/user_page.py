@@ -28,8 +28,9 @@ core each.
 
 *measured here*: the Plan was tried by `--measure`; *corrected*: another Plan of the ranking, whose
 prediction was corrected by these trials. *in* says whether the step lay in the stated range. Errors
-are predicted over measured. Memory is the peak of allocated bytes; *fits* compares what a search
-asks for with what the allocator really took (on a CPU: the peak). An order is wrong if two
+are predicted over measured. Memory is the peak of allocated bytes; *fits* says whether a step runs
+in no more than a search asks for (in rows from before that was tried, and on a CPU: whether the
+allocator took no more, with room to spare). An order is wrong if two
 strategies that differ by more than 1 % and more than their spread are ranked the other way round.
 """
 
@@ -49,7 +50,11 @@ def inside(plan: Row, what: str) -> bool | None:
 
 
 def fits(plan: Row, what: str) -> bool | None:
-    """No limit of memory at which the search says that it fits, and it does not."""
+    """No limit of memory at which the search says that it fits, and it does not: as a step with no
+    more than that has shown, else by what the allocator took with room to spare.
+    """
+    if f"fits_{what}" in plan:
+        return bool(plan[f"fits_{what}"])
     took = plan.get("measured_reserved_bytes") or plan.get("measured_bytes")
     if "out of memory" in plan.get("error", ""):
         return False

@@ -37,8 +37,9 @@ cases:
   graph   GPU, the same model as compiled graphs (sw.compile) against fully_shard over compiled
           blocks; skipped without a CUDA device
   static  GPU: sw.capture against fully_shard as it is; beside them fully_shard in a plain
-          torch.cuda.graph, our engine uncaptured, with an arena, and all over compiled blocks;
-          allocated and reserved bytes with each alone in a process
+          torch.cuda.graph, our engine uncaptured and with an arena; the language model, a GPT-2
+          medium and a mixture of experts, the first also over compiled blocks; allocated and
+          reserved bytes with each alone in a process
 
 Both engines train the same model on the same inputs with the same fused AdamW, in turn, in one run;
 figures are medians, with the interquartile range after +-. Ratios are shardwise over torch: below 1
@@ -48,6 +49,7 @@ examples:
   shardwise bench step --against torch
   shardwise bench step --cases fake8 --strategies zero3 --steps 100
   shardwise bench step --cases h200 --json step-h200.json
+  shardwise bench step --cases static --only moe --json step-static.json --resume
   shardwise bench step --through fully_shard
   shardwise bench step --quick            every path in seconds; its figures mean nothing
 """,
@@ -193,7 +195,7 @@ ACCURACY = Benchmark(
     (
         JSON,
         PLOT,
-        list_names("--cases", "case", ("reported", "shipped", "gloo", "h200")),
+        list_names("--cases", "case", ("reported", "published", "shipped", "gloo", "h200")),
         flag("--simulated", "only what needs no accelerator and no other rank"),
         file("--docs", "write the page of results here"),
         Option("--beside", {"type": Path, "nargs": "*", "default": [], "metavar": "FILE",
@@ -215,6 +217,9 @@ ACCURACY = Benchmark(
 parts:
   reported  no hardware: figures that others measured (an HSDP step on 4 GPUs, optimizer sharding
           on 8, a graph-level schedule on 128), predicted from cluster constants with their sources
+  published  no hardware: throughputs that others published of full-shard steps on 8 to 128 H100s
+          (torchtitan, llm-foundry, lingua), beside `plan`'s range; those that derate h100x8's
+          rates are shown apart from those that nothing was set by
   shipped no hardware: the GPU's configurations that a file of --beside has measurements of, as
           `shardwise plan` predicts them: from a packaged cluster file (--cluster) and nothing of
           the run they are compared with
@@ -286,4 +291,54 @@ examples:
   shardwise bench bytes --quick
 """,
 )
-BENCHMARKS = (STEP, PEERS, GROWTH, GATHER, ATTENTION, PROFILE, ACCURACY, CAP, BYTES)
+SOAK = Benchmark(
+    "soak",
+    "thousands of captured steps: memory that must not grow, losses that must be eager's",
+    "Trains a small language model by sw.capture with new inputs, another learning rate and\n"
+    "clipping in every step, and looks at the memory every 1,000 steps.",
+    "steps.soak",
+    (
+        *ROWS,
+        count("--steps", 20_000, "captured; default: %(default)s"),
+        count("--eager", 2_000, "of them the first, once more eagerly; default: %(default)s"),
+    ),
+    """\
+runs:
+  nccl1      the only rank of an NCCL group
+  emulated8  one rank of 8, a free network, memory="arena"; its values are made up
+
+An eager twin takes the first steps, and after the last one another twin takes over parameters and
+optimizer state and goes on beside the captured step: `differ` counts losses that differ in any bit.
+Without a CUDA device nothing is captured, and only the path is tried.
+
+examples:
+  shardwise bench soak --json soak.json
+  shardwise bench soak --eager 20000 --json soak.json
+  shardwise bench soak --quick
+""",
+)
+ARENA = Benchmark(
+    "arena",
+    "memory of steps in an arena: predicted, said by explain, and taken",
+    'Predicts the memory of a step with memory="arena" for models of others, then runs it.',
+    "accuracy.arena",
+    (
+        *ROWS,
+        list_names("--models", "model", tuple(m for m in USER_MODELS if m != "compiled")),
+    ),
+    """\
+Models are those of `bench accuracy --as-user`. Each is described from its code and example inputs,
+without a trial; then one rank of an emulated group of 8 trains it (zero3, bf16, fused AdamW).
+
+  predicted  the peak of allocated bytes, and measured; cuBLAS's own workspace is in neither
+  block      the arena: as `explain` says it, as the prediction has it, as the engine took it
+
+Without a CUDA device small models run on the host, and only blocks are compared.
+
+examples:
+  shardwise bench arena --json arena.json --resume
+  shardwise bench arena --models t5,lora
+  shardwise bench arena --quick
+""",
+)
+BENCHMARKS = (STEP, PEERS, GROWTH, GATHER, ATTENTION, PROFILE, ACCURACY, CAP, BYTES, SOAK, ARENA)

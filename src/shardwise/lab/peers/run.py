@@ -26,7 +26,7 @@ from shardwise.lab.steps.cases import MEDIUM, MIXED, Family, StepCase, describe_
 from shardwise.lab.steps.compare import compare_sides
 from shardwise.lab.steps.engines import Wrapped
 from shardwise.lab.steps.measure import Measured, measure
-from shardwise.lab.steps.models import GPT2_MEDIUM, GPTSize, MoESize, build_model
+from shardwise.lab.steps.models import GPT2_MEDIUM, MOE, GPTSize, MoESize, build_model
 from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import spread
 
@@ -39,11 +39,7 @@ SMALL: dict[str, Size] = {
 LARGE: dict[str, tuple[Size, int, int]] = {  # with the sequences of a rank and their length
     "lm": (BENCH, 4, 2048),
     "gpt2": (GPT2_MEDIUM, 8, 1024),
-    "moe": (
-        MoESize(1024, 1024, 12, 16, 16, 32000, rotary=False, fused_qkv=True, experts=16),
-        8,
-        1024,
-    ),
+    "moe": (MOE, 8, 1024),
 }
 WORLDS, RATES = (8, 128), (300, 100, 50, 25)  # emulated ranks, GB/s of each
 LATENCY = 20e-6

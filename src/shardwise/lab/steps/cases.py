@@ -17,7 +17,7 @@ from shardwise.emulation.collectives import Emulation, Network, emulate
 from shardwise.lab.processes import ask_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.engines import PEERS, Precision
-from shardwise.lab.steps.models import GPT2_MEDIUM
+from shardwise.lab.steps.models import GPT2_MEDIUM, MOE
 
 BLOCKS = 5
 OWN = Precision()  # every dtype the parameters' own
@@ -45,6 +45,15 @@ class StepCase:
         """The same path in seconds; its figures mean nothing."""
         small = dataclasses.replace(self.size, layers=2)
         return dataclasses.replace(self, size=small, steps=4, warmup=1)
+
+    @property
+    def candidates(self) -> str:
+        """Which of engines.OURS and the like run."""
+        return "capture compiled" if self.captures and self.compiled else self.through
+
+    @property
+    def captures(self) -> bool:
+        return self.through == "capture"
 
     def open_network(self) -> AbstractContextManager[Emulation | None]:
         return nullcontext() if self.network is None else emulate(self.network)
@@ -115,18 +124,23 @@ FAMILIES: dict[str, Family] = {
         ),
         backend="fake", world=8, processes=1, device="cuda",
     ),
-    # The first call of a captured step, two more and the recording are its warm-up.
+    # The first call of a captured step, two more and the recording are its warm-up; an arena, with
+    # which the third step begins, puts that off by two.
     "static": Family(
         tuple(
             StepCase(
-                f"static-{name}{batch}x{length}-{label}", size, batch, length, ("zero3",), steps=16,
-                warmup=6, precision=MIXED, network=NETWORKS[label], through="capture", blocks=2,
+                f"static-{name}{batch}x{length}-{label}{'-compiled' * compiled}", size, batch,
+                length, ("zero3",), steps=16, warmup=7, precision=MIXED, network=NETWORKS[label],
+                through="capture", blocks=1 if compiled else 2, compiled=compiled,
             )
-            for name, size, batch, length, label in (
-                ("", BENCH, 1, 2048, "free"),
-                ("", BENCH, 4, 2048, "free"),
-                ("", BENCH, 4, 2048, "300GBs"),
-                ("gpt2-", GPT2_MEDIUM, 8, 1024, "free"),
+            for name, size, batch, length, label, compiled in (
+                ("", BENCH, 1, 2048, "free", False),
+                ("gpt2-", GPT2_MEDIUM, 8, 1024, "free", False),
+                ("moe-", MOE, 8, 1024, "free", False),
+                ("", BENCH, 4, 2048, "free", False),
+                ("", BENCH, 4, 2048, "300GBs", False),
+                ("", BENCH, 1, 2048, "free", True),
+                ("", BENCH, 4, 2048, "free", True),
             )
         ),
         backend="fake", world=8, processes=1, device="cuda",

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
+from shardwise.children import ChildFailed
 from shardwise.description.language_model import draw_tokens
+from shardwise.emulation.run import joined
 from shardwise.lab.charts import draw_bars
+from shardwise.lab.processes import run_fresh
 from shardwise.lab.rows import RowFile, say
 from shardwise.lab.steps import engines
 from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_case, select
 from shardwise.lab.steps.engines import Wrap, Wrapped
-from shardwise.lab.steps.measure import BenchmarkError, measure
+from shardwise.lab.steps.measure import BenchmarkError, insist_on_static_steps, measure
 from shardwise.lab.steps.models import build_model
 from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import Side
@@ -51,17 +54,16 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.strategies, arguments.steps, arguments.quick, arguments.through, arguments.only
     )
     file = RowFile.of(arguments, lambda row: f"{row['case']} {row['strategy']}")
+    file.rows = [row for row in file.rows if "failure" not in row]  # those are tried again
     for family in select(arguments.cases, choice).values():
         for case in file.missing(family.cases, lambda c: f"{c.name} {c.strategies[-1]}"):
-            alone = dataclasses.replace(family, cases=(case,))
-            answer = family.ask(compare_all, alone, arguments.quick)
-            if "error" in answer:
-                sys.exit(f"shardwise: {answer['error']}")
-            for row in answer["rows"]:
+            for row in _ask(family, case, arguments.quick):
                 file.add(row)
-        for case in family.cases:
+                if case.captures and "failure" not in row:
+                    _measure_alone(file, family, case, row)
+        for case in family.cases:  # those that an earlier run had no time for
             for row in file.rows:
-                if row["case"] == case.name and case.through == "capture":
+                if row["case"] == case.name and case.captures and "failure" not in row:
                     _measure_alone(file, family, case, row)
     rows = file.rows
     if arguments.plot is not None:
@@ -72,23 +74,51 @@ def run(arguments: argparse.Namespace) -> None:
         print("nothing was measured: no case of these is left on this machine")
 
 
+def _ask(family: Family, case: StepCase, quick: bool) -> list[Row]:
+    """The rows of one case. Of captured steps one whose process ended has a row that says so, and
+    the others are measured.
+    """
+    alone = dataclasses.replace(family, cases=(case,))
+    try:
+        answer = family.ask(compare_all, alone, quick)
+    except ChildFailed as error:
+        if not case.captures:
+            raise
+        lines = str(error).strip().splitlines()
+        answer = {"error": f"its process ended: {lines[-1] if lines else 'no word'}"}
+    if "error" not in answer:
+        rows: list[Row] = answer["rows"]
+        return rows
+    if not case.captures:
+        sys.exit(f"shardwise: {answer['error']}")
+    say(f"{case.name}: {answer['error']}")
+    return [{"case": case.name, "strategy": s, "failure": answer["error"]} for s in case.strategies]
+
+
 def _measure_alone(file: RowFile, family: Family, case: StepCase, row: Row) -> None:
     """Add bytes of each candidate in a process that has nothing else on the device."""
     found = row.setdefault("alone", {})
-    for name in [name for name in _wraps(case) if name not in found]:
+    for name in [name for name in _wraps(case) if "allocated" not in found.get(name, {})]:
+        if name in row.get("failures", {}):
+            continue
         if file.time_is_up():
             return
         say(f"{case.name} {row['strategy']}: {name} alone")
-        found[name] = family.ask(take_memory, family, case, row["strategy"], name)
+        try:
+            found[name] = run_fresh(take_memory, family, case, row["strategy"], name)
+        except ChildFailed as error:
+            found[name] = {"failure": str(error).strip().splitlines()[-1]}
+        if "failure" in found[name]:
+            say(f"  {found[name]['failure']}")
         file.write()
 
 
 def take_memory(family: Family, case: StepCase, strategy: str, name: str) -> dict[str, int]:
-    """The most bytes that a candidate has allocated and reserved since its process began, and what
-    is reserved once its steps repeat.
+    """The most bytes that a candidate has allocated and reserved since its process, which is a new
+    one, began, and what is reserved once its steps repeat.
     """
-    tokens = draw_tokens(case.size, case.batch, case.length, family.device)
-    with case.open_network():
+    with joined(0, family.world), case.open_network(), insist_on_static_steps():
+        tokens = draw_tokens(case.size, case.batch, case.length, family.device)
         step = _build(_wraps(case)[name], strategy, family, case).step_on(*tokens)
         for _ in range(case.warmup + 2):
             step()
@@ -122,13 +152,14 @@ def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
         name: partial(_build, wrap, strategy, family, case) for name, wrap in _wraps(case).items()
     }
     with case.open_network() as emulation:
-        measured = measure(family, case, builds, emulation)
+        measured = measure(family, case, builds, emulation, isolates=case.captures)
     sides, parity = measured.sides, measured.parity.get("theirs")
-    if measured.failures:
-        raise BenchmarkError(
-            f"{case.name} {strategy}, against {engines.PEERS[strategy]}: "
-            f"{measured.failures['theirs']}"
-        )
+    for side in SIDES:
+        if side in measured.failures:
+            raise BenchmarkError(
+                f"{case.name} {strategy}, against {engines.PEERS[strategy]}: {side}: "
+                f"{measured.failures[side]}"
+            )
     found = compare_sides(sides["ours"], sides["theirs"])
     device = found["device_ratio"]
     alone = "" if device is None else f", on the device alone {device:.2f}"
@@ -146,14 +177,16 @@ def _compare(family: Family, case: StepCase, strategy: str, quick: bool) -> Row:
         "beside": {
             name: dataclasses.asdict(side) for name, side in sides.items() if name not in SIDES
         },
+        "failures": measured.failures,
         "parity": parity,
         "settings": describe_case(family, case, quick) | measured.settings,
     }
 
 
 def _wraps(case: StepCase) -> dict[str, Wrap]:
-    both = {"ours": engines.OURS[case.through], "theirs": engines.THEIRS[case.through]}
-    return both | engines.BESIDE.get(case.through, {})
+    kind = case.candidates
+    both = {"ours": engines.OURS[kind], "theirs": engines.THEIRS[kind]}
+    return both | engines.BESIDE.get(kind, {})
 
 
 def _build(wrap: Wrap, strategy: str, family: Family, case: StepCase) -> Wrapped:
@@ -165,6 +198,8 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     """Times, then ratios; ratios are ours over the peer's."""
     names = ("case", "strategy")
     times, ratios, beside = [], [], []
+    failed = [row for row in rows if "failure" in row]
+    rows = [row for row in rows if "failure" not in row]
     for row in rows:
         label = [row[name] for name in names]
         figures = [f"{row[s]['step_ms']:.1f} +-{row[s]['step_spread_ms']:.1f}" for s in SIDES]
@@ -173,25 +208,38 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
         told = ["-" if ratio is None else f"{ratio:.2f}" for ratio in found]
         ratios.append([*label, *told, "-" if row["parity"] is None else f"{row['parity']:.0e}"])
         for name, side in row.get("beside", {}).items():
-            over = row["ours"]["step_ms"] / side["step_ms"]
-            beside.append([row["case"], name, f"{side['step_ms']:.1f}", f"{over:.2f}"])
+            beside.append([row["case"], name, *_tell_side(side, row["ours"])])
+        if row.get("beside"):
+            beside.append([row["case"], "ours", *_tell_side(row["ours"], row["ours"])])
     title = "one training step, ms: shardwise and torch"
     print_table(title, [*names, "peer", "ours", "theirs"], times, {}, (*names, "peer"), 80)
     title = "ratios: ours over theirs, below 1 is better"
     print_table(title, [*names, *RATIOS, "parity"], ratios, facts["environment"], names, 80)
     if beside:
-        heads = ("case", "beside", "its ms", "ours over it")
+        heads = ("case", "beside", "its ms", "device", "host", "ours over it")
         print_table("in the same turns", heads, beside, {}, heads[:2], 80)
     alone = [
         [row["case"], name, *(f"{bytes_ / 2**30:.2f}" for bytes_ in figures.values())]
         for row in rows
         for name, figures in row.get("alone", {}).items()
+        if "failure" not in figures
     ]
     if alone:
         columns = ("case", "alone", "allocated", "reserved", "at the end")
         print_table("GiB of a process", columns, alone, {}, columns[:2], 80)
     if any(row["settings"]["network"].startswith("emulated") for row in rows):
         print("emulated network: values are fabricated, times are not")
+    for row in rows:
+        for name, why in row.get("failures", {}).items():
+            print(f"{row['case']}: {name}: {why}")
+    for row in failed:
+        print(f"{row['case']} {row['strategy']}: {row['failure']}")
+
+
+def _tell_side(side: Row, ours: Row) -> list[str]:
+    times = [side["step_ms"], side["device_ms"], side["cpu_ms"]]
+    told = ["-" if ms is None else f"{ms:.1f}" for ms in times]
+    return [*told, f"{ours['step_ms'] / side['step_ms']:.2f}"]
 
 
 def draw(rows: list[Row]) -> str:
@@ -199,5 +247,6 @@ def draw(rows: list[Row]) -> str:
     groups = {
         f"{row['case']} {row['strategy']}": {side: row[side]["step_ms"] for side in SIDES}
         for row in rows
+        if "failure" not in row
     }
     return draw_bars("One training step: ours and theirs", groups, "ms")

@@ -167,6 +167,7 @@ class TorchCaptured:
 
     def __init__(self, step: Callable[..., None]) -> None:
         self._step, self._calls = step, 0
+        self._aside = torch.cuda.Stream()  # cuBLAS keeps memory for every stream that it meets
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *inputs: Any) -> None:
@@ -174,7 +175,7 @@ class TorchCaptured:
         if self._graph is not None:
             self._graph.replay()
             return
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, aside = torch.cuda.current_stream(), self._aside
         aside.wait_stream(current)
         if self._calls <= 3:
             with torch.cuda.stream(aside):
@@ -208,27 +209,27 @@ def wrap_arena(model: LM, strategy: str, precision: Precision) -> Wrapped:
     return wrap_plan(model, precision.plan(strategy, memory="arena"))
 
 
-# How a program reaches shardwise: by a Plan, through torch's surface, or as compiled graphs.
+# How a program reaches shardwise: by a Plan, through torch's surface, as compiled graphs, captured.
 OURS: dict[str, Wrap] = {
     "plan": wrap_ours, "fully_shard": wrap_dropin, "compile": wrap_compiled,
-    "capture": captured(wrap_ours),
+    "capture": captured(wrap_ours), "capture compiled": captured(wrap_blocks_compiled),
 }  # fmt: skip
 THEIRS: dict[str, Wrap] = {
     "plan": wrap_theirs, "fully_shard": wrap_theirs, "compile": wrap_theirs_compiled,
-    "capture": wrap_theirs,
+    "capture": wrap_theirs, "capture compiled": wrap_theirs_compiled,
 }  # fmt: skip
 # What else runs in turn with the two.
 BESIDE: dict[str, dict[str, Wrap]] = {
     "compile": {"our engine, compiled blocks": wrap_blocks_compiled},
     "capture": {
-        "fully_shard, captured": captured(wrap_theirs),
         "ours, eager": wrap_ours,
         "ours, eager, arena": wrap_arena,
         "ours, captured, arena": captured(wrap_arena),
-        "fully_shard, compiled blocks": wrap_theirs_compiled,
-        "fully_shard, captured, compiled blocks": captured(wrap_theirs_compiled),
-        "ours, compiled blocks": wrap_blocks_compiled,
-        "ours, captured, compiled blocks": captured(wrap_blocks_compiled),
+        "fully_shard, captured": captured(wrap_theirs),
+    },
+    "capture compiled": {
+        "ours, eager": wrap_blocks_compiled,
+        "fully_shard, captured": captured(wrap_theirs_compiled),
     },
 }
 

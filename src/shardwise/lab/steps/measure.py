@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.calibration.trial import forget_compiled
 from shardwise.description.language_model import draw_tokens
 from shardwise.emulation.collectives import Emulation
 from shardwise.lab.processes import explain_failure, time_on_ranks
@@ -186,11 +188,38 @@ def _time_block(
     emulation: Emulation | None,
 ) -> Block:
     """Steps are timed with the host in them, then as many with the host ahead."""
-    left = footprint.free_device()
+    if case.compiled:
+        forget_compiled()
+    left = footprint.free_device(workspaces=case.captures)
     held = torch.cuda.memory_reserved()
     if left > LEFT_OVER:
-        say(f"warning: {left / 2**20:.0f} MiB stayed on the device after the last candidate")
-    candidate = build()
+        say(
+            f"warning: {left / 2**20:.0f} MiB stayed on the device after the last candidate: "
+            f"{footprint.largest_blocks()}"
+        )
+    with insist_on_static_steps() if case.captures else nullcontext():
+        return _time_steps(case, build(), tokens, emulation, left, held)
+
+
+@contextmanager
+def insist_on_static_steps() -> Iterator[None]:
+    """A step that is not captured, or leaves its arena, is an error: it would be timed as if it
+    were.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the step is not captured")
+        warnings.filterwarnings("error", message=r"Plan\.memory='arena'")
+        yield
+
+
+def _time_steps(
+    case: StepCase,
+    candidate: Wrapped,
+    tokens: tuple[torch.Tensor, torch.Tensor],
+    emulation: Emulation | None,
+    left: int,
+    held: int,
+) -> Block:
     step = candidate.step_on(*tokens)
     compiles = case.through == "compile" or case.compiled
     first = round(timing.time_on_cuda(step).step_ms / 1e3, 2) if compiles else None

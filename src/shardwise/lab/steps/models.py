@@ -41,6 +41,8 @@ class MoESize(Size):
 
 
 GPT2_MEDIUM = GPTSize(1024, 4096, 24, 16, 16, 50257, tied=True, rotary=False, fused_qkv=True)
+# Many small parameters: 12 blocks of 16 experts.
+MOE = MoESize(1024, 1024, 12, 16, 16, 32000, rotary=False, fused_qkv=True, experts=16)
 
 
 class GPTBlock(nn.Module):
