@@ -16,10 +16,12 @@ from typing import Any
 
 import exercise_tables
 import results_page
+import static_tables
 import step_tables
 from page_tables import make_table
 
 from shardwise.chaos import report as chaos
+from shardwise.lab import levers
 from shardwise.lab.attention import untuned
 
 ROOT = Path(__file__).parent.parent
@@ -218,12 +220,54 @@ def make_against_cudnn_table() -> str:
     return said + finish(columns, lines, UNTUNED)
 
 
+def make_levers_table() -> str:
+    """Steps over a slow network, plain and with each way to send fewer bytes."""
+    name = "bytes-h200.json"
+    (row,) = (row for row in load(name)["rows"] if row["part"] == "step")
+    heads = ["candidate", "step, ms", "of `fully_shard`", "+-", "device alone, ms", "GiB"]
+    lines = [
+        [
+            candidate,
+            f"{side['step_ms']:.1f}",
+            f"{side['ratio']:.2f}",
+            f"{side['ratio_spread']:.2f}",
+            f"{side['device_ms']:.1f}",
+            f"{side['peak_bytes'] / 2**30:.2f}",
+        ]
+        for candidate, side in row["candidates"].items()
+    ]
+    return finish(heads, lines, name)
+
+
+def make_curves_table() -> str:
+    """Where each lever's loss ends, and how far its curve is from the plain one."""
+    name = "bytes-gloo.json"
+    rows = {row["lever"]: row for row in load(name)["rows"] if row["part"] == "curve"}
+    heads = ["lever", "loss", "plain, by seed", "distance / seeds' spread", "points outside"]
+    lines = []
+    for lever, row in rows.items():
+        found = levers.compare_curve(row, rows["plain"])
+        span = "{:.3f} to {:.3f}".format(*found["span"])
+        apart = f"{found['distance'] / found['spread']:.2f}"
+        lines.append([lever, f"{found['end']:.3f}", span, apart, f"{found['beyond']:.0%}"])
+    return finish(heads, lines, name)
+
+
 def make_of_steps(make: step_tables.Make, names: tuple[str, ...]) -> str:
     return "\n".join([*make(load, names), "", note(*names) + ".", ""])
 
 
 def make_exercise_table(name: str, make: Callable[[Any], str]) -> str:
     return "\n".join([make(load(name)), note(name) + ".", ""])
+
+
+def make_of_static(
+    name: str, make: Callable[[static_tables.Result], list[str]], command: str
+) -> str:
+    if not (RESULTS / name).exists():
+        told = f"shardwise bench {command} --json benchmarks/results/{name} --resume"
+        return f"Not measured yet: `{told}` on an H200 makes this.\n"
+    return "\n".join([*make(load(name)), "", note(name) + ".", ""])
 
 
 def make_chaos_table() -> str:
@@ -241,7 +285,10 @@ TABLES = {
     "attention-against-cudnn": make_against_cudnn_table,
     "attention-plain": make_plain_attention_table,
     "attention-step": make_attention_step_table,
+    "levers": make_levers_table,
+    "lever-curves": make_curves_table,
     **{name: partial(make_of_steps, *how) for name, how in step_tables.TABLES.items()},
+    **{name: partial(make_of_static, *how) for name, how in static_tables.TABLES.items()},
     **{name: partial(make_exercise_table, *how) for name, how in exercise_tables.TABLES.items()},
 }
 PAGES = {
@@ -250,9 +297,11 @@ PAGES = {
                            "attention-step"],
     "docs/attention.md": ["attention", "attention-default", "attention-against-cudnn",
                           "attention-head"],
+    "docs/bytes.md": ["levers", "lever-curves"],
     "docs/emulation.md": ["emulated", "emulated-check"],
     "docs/faults.md": ["chaos"],
     "docs/profiling.md": ["profile"],
+    "docs/static_steps.md": list(static_tables.TABLES),
     "docs/exercises-measured.md": list(exercise_tables.TABLES),
 }  # fmt: skip
 
