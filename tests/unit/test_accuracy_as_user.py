@@ -218,5 +218,5 @@ def test_a_trial_that_takes_more_than_the_limit_does_not_fit(
     assert not any(c.plan.name == "ddp" and c.trial is not None for c in found)
     assert any(c.plan.name == "zero3" and c.trial is not None for c in found)
     dropped = [r for r in found.rejected if r.strategy == "ddp"]
-    assert dropped and max(r.peak_bytes for r in dropped) > 999_000_000
+    assert dropped and max(r.needed_bytes for r in dropped) > 999_000_000
     assert len(traced) == 1  # the model is described once, not for each Plan

@@ -169,7 +169,13 @@ def test_a_signal_to_the_parent_is_the_commands(number, code):
         "    try:\n        time.sleep(100)\n    except KeyboardInterrupt:\n        return 130\n"
         "raise SystemExit(supervise(command))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Tests that a shell runs in the background ignore interrupts, and so would it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     parent.stdout.readline()
     parent.send_signal(number)
     assert parent.wait(20) == code

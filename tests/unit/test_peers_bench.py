@@ -8,6 +8,7 @@ import torch
 
 from shardwise.cli import main
 from shardwise.emulation.run import joined
+from shardwise.hosts import refusal
 from shardwise.lab.peers import engines, run
 from shardwise.lab.steps import cases, models
 from shardwise.lab.steps import engines as step_engines
@@ -123,3 +124,16 @@ def test_a_peer_that_is_not_installed_is_said(capsys, monkeypatch):
 def test_wrong_choices_are_told_before_anything_runs(arguments, message, capsys):
     assert main(["bench", "peers", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(refusal() != "", reason=refusal())
+def test_two_hosts_with_a_cable_between_them(tmp_path, monkeypatch):
+    path = tmp_path / "peers.json"
+    monkeypatch.setitem(run.SMALL, "moe", TINY)
+    command = ["bench", "peers", "--quick", "--cases", "hosts", "--rate", "500mbit", "--steps", "2"]
+    command += ["--models", "moe", "--classes", "hybrid", "--peers", "fsdp2", "--json", str(path)]
+    assert main(command) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["case"], row["peer"]) == ("hosts-500mbit-moe", "FSDP2")
+    assert "failure" not in row and row["parity"] <= 1e-5 and row["step_ratio"] > 0
+    assert row["settings"]["ranks"] == 4 and "500mbit" in row["settings"]["network"]

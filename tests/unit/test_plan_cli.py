@@ -78,7 +78,7 @@ def test_the_written_plan_fits_the_trainer_s_model(tmp_path: Path) -> None:
             ],
             "hsdp has no mesh on 7 ranks",
         ),
-        ([*ASK, "--budget-gb", "0.001", "--strategies", "zero3"], "which needs a limit of"),
+        ([*ASK, "--budget-gb", "0.001", "--strategies", "zero3"], "which needs a device of"),
     ],
 )
 def test_wrong_input_says_what_to_do(arguments: list[str], words: str, capsys) -> None:

@@ -20,6 +20,7 @@ from shardwise.description.language_model import LM
 from shardwise.description.preset import SIZES
 from shardwise.description.workload import Recomputing, Workload
 from shardwise.errors import UserError
+from shardwise.predict.ranking import Room
 from shardwise.trainer.config import TrainConfig
 
 SIZE = dataclasses.replace(SIZES["tiny"], layers=6, d_model=64, d_ff=128)
@@ -158,7 +159,8 @@ def test_no_more_is_recomputed_than_the_memory_asks_for(
     settings: dict[str, Any] = {"strategies": ("zero2",), "world": 2}
     free = sw.search("tiny", cluster, work, checkpoints=("none", "nonreentrant"), **settings)
     peaks = {c.workload.checkpoint: c.peak_bytes for c in free}
-    middle = 1.03 * (peaks["none"] + peaks["nonreentrant"]) / 2e9
+    room = Room.of(cluster.device, free[0].plan, 0)
+    middle = room.needed(0.51 * peaks["none"] + 0.49 * peaks["nonreentrant"]) / 1e9
     found = sw.search("tiny", cluster, work, middle, **settings)
     words = {c.workload.checkpoint for c in found}
     assert "none" not in words and {"nonreentrant", "first-2"} <= words and "op" in words

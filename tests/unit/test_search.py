@@ -17,7 +17,7 @@ from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.planning.strategies import REDUCES
 from shardwise.predict.describe import TracedModel, describe, describe_preset
-from shardwise.predict.ranking import GB, MEMORY_MARGIN
+from shardwise.predict.ranking import GB, MEMORY_MARGIN, Room
 from shardwise.predict.search import _Search, _splits, search
 from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import as_source, checkpointed
@@ -25,6 +25,12 @@ from shardwise.predict.step import StepOptions
 
 CLUSTER = Cluster.load("h100x8")
 WORKLOAD = Workload(256, 4)
+ZERO3 = Plan.of("zero3", 8)
+
+
+def needed(peak: float, plan: Plan = ZERO3) -> float:
+    """Of an H100, for this peak."""
+    return Room.of(CLUSTER.device, plan, 0).needed(peak)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,8 @@ def test_the_fastest_comes_first_and_all_fit(ranking) -> None:
     steps = [candidate.step_ms for candidate in ranking]
     assert steps == sorted(steps) and len(steps) > 10
     for candidate in ranking:
-        assert candidate.peak_bytes * (1 + MEMORY_MARGIN) <= ranking.limit_bytes
+        assert candidate.needed_bytes <= ranking.limit_bytes
+        assert candidate.needed_bytes == needed(candidate.peak_bytes, candidate.plan)
         assert candidate.breakdown.step == sum(candidate.breakdown.parts().values())
         tokens = candidate.workload.tokens_per_step(8, candidate.plan.replicate)
         assert tokens == 8 * 4 * 256
@@ -56,6 +63,23 @@ def test_the_winner_is_explained_in_sentences(ranking) -> None:
     assert "peak" in ranking[0].explain() and "step" in ranking[0].explain()
 
 
+def test_a_device_holds_more_than_a_steps_tensors() -> None:
+    device = CLUSTER.device
+    assert device.context_bytes > 0 and device.communicator_bytes > 0 and device.fragmentation > 0
+    groups = {Plan.of("ddp", 1): 0, ZERO3: 1, Plan.of("ddp", 8): 1, Plan.of("hsdp", (2, 4)): 2}
+    for plan_of, count in groups.items():
+        room = Room.of(device, plan_of, 80e9)
+        beside = device.context_bytes + count * device.communicator_bytes
+        allocator = 10e9 * (1 + device.fragmentation) * (1 + MEMORY_MARGIN)
+        assert room.needed(10e9) == pytest.approx(allocator + beside)
+        assert room.needed(room.most) == pytest.approx(80e9)
+        # What the allocator took in a trial has its fragments in it.
+        assert room.needed(10e9, 13e9) == pytest.approx(13e9 * (1 + MEMORY_MARGIN) + beside)
+    assert Room.of(device, ZERO3, 1e8).most == 0
+    host = Room.of(Cluster.load("cpu-gloo").device, ZERO3, 1e9)
+    assert host.needed(1e8) == 1e8 * (1 + MEMORY_MARGIN)
+
+
 def test_a_plan_is_the_first_of_the_ranking(ranking) -> None:
     dtypes = {"compute_dtype": "bfloat16", "reduce_dtype": "float32"}
     assert plan("tiny", CLUSTER, WORKLOAD, **dtypes) == ranking[0].plan
@@ -67,7 +91,7 @@ def test_a_budget_leaves_less_and_less(ranking) -> None:
     most = max(c.peak_bytes for c in ranking)
     least = min(c.peak_bytes for c in ranking)
     tight = search(
-        "tiny", CLUSTER, WORKLOAD, budget_gb=(least * 1.1) / GB, compute_dtype="bfloat16",
+        "tiny", CLUSTER, WORKLOAD, budget_gb=needed(least * 1.07) / GB, compute_dtype="bfloat16",
         reduce_dtype="float32",
     )  # fmt: skip
     assert 0 < len(tight) < len(ranking) and tight.rejected
@@ -94,7 +118,7 @@ def test_memory_decides_what_stays_gathered() -> None:
     freed = [c for c in roomy if c.plan.keep_after_forward is None]
     between = (roomy[0].peak_bytes + min(c.peak_bytes for c in freed)) / 2
     tight = search(
-        "small", slow, Workload(256, 1), between * (1 + MEMORY_MARGIN) / GB,
+        "small", slow, Workload(256, 1), needed(between) / GB,
         strategies=("zero3",), checkpoints=("none",),
     )  # fmt: skip
     # What is left of the memory keeps some of them.
@@ -316,7 +340,7 @@ def test_a_few_micro_batches_foretell_many(model: str) -> None:
 def test_what_cannot_fit_is_not_described_but_rejected() -> None:
     """The ranking is that of a search that describes every size; larger ones are known to fail."""
     workload, described = Workload(256, 1, 16), []
-    limit = 0.1
+    limit = needed(0.097e9) / GB
 
     class Watched(TracedModel):
         def at(self, plan: Plan, workload: Workload) -> Any:
@@ -335,7 +359,7 @@ def test_what_cannot_fit_is_not_described_but_rejected() -> None:
     for split in splits:
         resolved, description = exact.source.at(plan, split)
         peak = exact._peak(resolved, description, split)
-        assert fits[split.micro_batch] == (peak * (1 + MEMORY_MARGIN) <= limit * GB), split
+        assert fits[split.micro_batch] == (needed(peak) <= limit * GB), split
     assert True in fits.values() and False in fits.values()
     assert len(described) < len(splits)
 

@@ -21,24 +21,35 @@ from tests.ranks import Ranks
 SMALL = ["model.layers=2", "model.d_model=64", "model.heads=2", "data.batch=4", "data.seq=64"]
 
 
-def run_train(out, *arguments, settings=()):
-    command = [sys.executable, "-m", "shardwise.cli", "train", "--out", str(out), *arguments]
+def words(out, *arguments, settings=()):
+    command = ["train", "--out", str(out), *arguments]
     for text in (*SMALL, *settings):
         command += ["--set", text]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return command
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
+    """By a command of its own; the others run in this process, which has loaded torch."""
     out = tmp_path_factory.mktemp("train") / "run"
-    shown = run_train(
+    asked = words(
         out,
         *("--plan", "zero3", "--nproc", "2", "--steps", "12"),
         settings=["run.micro_batches=2", "optim.warmup=3"],
     )
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    shown = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli", *asked],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     return out, shown.stdout
+
+
+@pytest.fixture
+def no_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_the_loss_falls(finished):
@@ -82,17 +93,19 @@ def test_the_report_reads_the_run(finished, capsys):
     assert (finished[0] / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("no_rank")
 def test_the_written_plan_and_configuration_run_again_to_the_same_losses(finished, tmp_path):
     again = tmp_path / "again"
     settings = ["run.micro_batches=2", "optim.warmup=3"]
     plan = str(finished[0] / "plan.json")
-    shown = run_train(again, "--plan", plan, "--nproc", "2", "--steps", "12", settings=settings)
-    assert shown.returncode == 0, shown.stderr
+    asked = ("--plan", plan, "--nproc", "2", "--steps", "12")
+    assert main(words(again, *asked, settings=settings)) == 0
     assert read_run(again).column("loss") == pytest.approx(read_run(finished[0]).column("loss"))
 
 
+@pytest.mark.usefixtures("no_rank")
 def test_bfloat16_with_recomputation_follows_the_same_losses(finished, tmp_path):
-    shown = run_train(
+    asked = words(
         tmp_path / "run",
         *("--plan", "zero3", "--nproc", "2", "--steps", "12"),
         settings=[
@@ -100,11 +113,12 @@ def test_bfloat16_with_recomputation_follows_the_same_losses(finished, tmp_path)
             *("plan.compute_dtype=bfloat16", "model.checkpoint=nonreentrant"),
         ],
     )
-    assert shown.returncode == 0, shown.stderr
+    assert main(asked) == 0
     expected = pytest.approx(read_run(finished[0]).column("loss"), rel=0.02)
     assert read_run(tmp_path / "run").column("loss") == expected
 
 
+@pytest.mark.usefixtures("no_rank")
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
@@ -115,11 +129,10 @@ def test_bfloat16_with_recomputation_follows_the_same_losses(finished, tmp_path)
         (["--data", "absent.txt"], [], "shardwise: data file absent.txt does not exist"),
     ],
 )
-def test_what_a_rank_finds_wrong_is_one_message(tmp_path, arguments, settings, message):
-    shown = run_train(tmp_path / "run", *arguments, settings=settings)
-    assert shown.returncode == 2
-    assert message in shown.stderr
-    assert "Traceback" not in shown.stderr
+def test_what_a_rank_finds_wrong_is_one_message(tmp_path, capfd, arguments, settings, message):
+    assert main(words(tmp_path / "run", *arguments, settings=settings)) == 2
+    told = capfd.readouterr().err
+    assert message in told and "Traceback" not in told
 
 
 def test_warm_up_is_linear_and_the_cosine_ends_at_its_share():
@@ -131,9 +144,8 @@ def test_warm_up_is_linear_and_the_cosine_ends_at_its_share():
     assert lr_at(1, 1, OptimConfig(lr=1.0, warmup=0)) == pytest.approx(0.1)
 
 
-def test_a_wrong_plan_file_leaves_the_older_run_alone(tmp_path, capsys, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("no_rank")
+def test_a_wrong_plan_file_leaves_the_older_run_alone(tmp_path, capsys):
     out = tmp_path / "run"
     out.mkdir()
     (out / "metrics.jsonl").write_text("kept")

@@ -34,6 +34,7 @@ from shardwise.calibration.measure import (
     measure_links,
 )
 from shardwise.description.cluster import (
+    BESIDE,
     Cluster,
     CollectivePoint,
     Device,
@@ -163,7 +164,9 @@ def assemble(
     figures: str = "medians",
     hosts: int = 1,
 ) -> Calibrated:
-    """The Cluster of what was measured; with `links`, its levels and contention are that one's."""
+    """The Cluster of what was measured; with `links`, its levels and contention, and what a device
+    holds beside a step's tensors, are that one's.
+    """
     facts = describe_environment()
     where = facts["gpu"] if device == "cuda" else f"{facts['cpu']}, {facts['cores']} cores"
     how = f"{ranks} ranks at once" if ranks > 1 else "one process"
@@ -205,9 +208,11 @@ def assemble(
         contention = book.sample("contention.communication_share_of_compute", found.share)
     else:
         levels, contention = links.levels, links.communication_share_of_compute
+        made = dataclasses.replace(made, **{key: getattr(links.device, key) for key in BESIDE})
+        taken = ("level.", "contention.", "host.collective_s", *(f"device.{b}" for b in BESIDE))
         served = dataclasses.replace(served, collective_s=links.host.collective_s)
         for key, source in links.sources:
-            if key.startswith(("level.", "contention.", "host.collective_s")):
+            if key.startswith(taken):
                 book.sources[key] = f"cluster {links.name}: {source}"
                 book.spreads.pop(key, None)
     cluster = Cluster(name, made, levels, served, contention, tuple(book.sources.items()))

@@ -163,7 +163,9 @@ def not_measured(ranking: Ranking, why: str) -> Ranking:
 
 def _as_rejected(candidate: Candidate) -> Rejected:
     """One that was predicted to fit, and took more."""
-    return Rejected(candidate.title, candidate.plan.title, int(candidate.needed_bytes))
+    return Rejected(
+        candidate.title, candidate.plan.title, candidate.peak_bytes, candidate.needed_bytes
+    )
 
 
 def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidate, Candidate]]:

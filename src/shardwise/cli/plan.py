@@ -42,7 +42,8 @@ is traced while one micro-batch of it runs, on a GPU if there is one, if it fits
 
 reading the table:
   step      predicted milliseconds of one optimizer step; the fastest plan is first
-  peak      the most memory of a rank, in 1e9 bytes, and what is to spare
+  peak      the most bytes of a rank's tensors, in 1e9; spare is what the device has left when
+            the allocator's fragments, the driver's context and NCCL's buffers have theirs too
   exposed   communication during which compute stands still: sharding more adds to it
   contention  what communication kernels cost the compute they run beside
   host      the device waits for the host: too many small units

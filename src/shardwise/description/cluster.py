@@ -21,6 +21,9 @@ from shardwise.description.parameters import ITEMSIZES
 FOLDER = resources.files("shardwise.description") / "clusters"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
+# Of a device's memory, what a step's tensors cannot have.
+BESIDE = ("context_bytes", "communicator_bytes", "fragmentation")
+
 Positive = Annotated[float, finite(1)]  # bytes and FLOPs, and those per second
 
 
@@ -91,12 +94,17 @@ class Device:
     """One accelerator (or, for gloo, one rank's share of a CPU)."""
 
     name: str
-    memory_bytes: Positive  # what a program can allocate
+    memory_bytes: Positive  # all that a program can have
     bandwidth_bytes_per_s: Positive  # of its memory, by the data sheet
     bandwidth_fraction: Share  # the share that a large copy reaches
     kernel_s: NotNegative  # the least time of any kernel
     matmul: tuple[MatmulRate, ...]
     attention_fraction: Share = 0.5  # of the matmul peak, that a fused attention kernel reaches
+    # BESIDE: the driver's context with the kernels that were loaded; NCCL's buffers for each group
+    # that a rank is in; as a share of allocated bytes, what the allocator took and cannot lend.
+    context_bytes: NotNegative = 0.0
+    communicator_bytes: NotNegative = 0.0
+    fragmentation: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self, f"device {self.name}: ")

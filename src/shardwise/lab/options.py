@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError, nearest
+from shardwise.hosts import bytes_per_second
 from shardwise.profiling.results import check_file
 
 
@@ -88,6 +89,18 @@ def file(flag: str, help: str) -> Option:
         return path
 
     return Option(flag, {"type": Path, "metavar": "FILE", "help": help}, check)
+
+
+def link_rate(told: str) -> Option:
+    """Of the link between two hosts, in tc's words; None if it is not given."""
+
+    def check(flag: str, rate: str | None) -> str | None:
+        if rate is not None:
+            bytes_per_second(rate)
+        return rate
+
+    help = f"of the link between two hosts; default: {told}"
+    return Option("--rate", {"metavar": "RATE", "help": help}, check)
 
 
 def flag(name: str, help: str) -> Option:

@@ -128,7 +128,8 @@ def _say_basis(best: Candidate, ranking: Ranking) -> str:
     return (
         f"rests on: {best.basis}{how}: {best.step_ms:.1f} ms a step "
         f"({show_range(best.range_ms)}), peak {show_gb(best.peak_bytes)} GB "
-        f"({show_gb(low)} to {show_gb(high)}) of {show_gb(ranking.limit_bytes)}"
+        f"({show_gb(low)} to {show_gb(high)}), which needs {show_gb(best.needed_bytes)} of "
+        f"{show_gb(ranking.limit_bytes)}"
     )
 
 

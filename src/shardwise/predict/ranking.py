@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.description.cluster import Cluster
+from shardwise.description.cluster import Cluster, Device
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import MIB
 from shardwise.timeline import Breakdown, Timeline
 
 GB = 1e9
-# Peaks are predicted to within 3 % (docs/accuracy.md): a plan must fit with that much to spare.
+# Peaks are predicted to within 3 % (docs/accuracy.md): a Plan must fit with that much to spare.
 MEMORY_MARGIN = 0.03
 WORTH = 0.003  # a setting that saves less than this share of the step is left at its default
 
@@ -34,6 +34,37 @@ def basis_of(cluster: Cluster) -> tuple[str, float, float]:
     if any(source.startswith("derated by published runs") for source in sources.values()):
         return "predicted from data sheets, derated by published runs", *DERATED
     return "predicted from data sheets", *SHEETS
+
+
+@dataclass(frozen=True)
+class Room:
+    """A device's memory, and how much of it a Plan asks for."""
+
+    limit_bytes: float
+    beside_bytes: float  # the context, NCCL's buffers
+    per_byte: float  # what the allocator takes for each byte of the peak
+
+    @classmethod
+    def of(cls, device: Device, plan: Plan, limit: float) -> Room:
+        groups = (plan.replicate > 1) + (plan.shard > 1)
+        beside = device.context_bytes + groups * device.communicator_bytes
+        return cls(limit, beside, 1 + device.fragmentation)
+
+    def allocator_bytes(self, peak: float, reserved: float = 0) -> float:
+        """What torch's allocator must be able to take, with the margin to spare; `reserved` is
+        what it took in a trial.
+        """
+        return max(peak * self.per_byte, reserved) * (1 + MEMORY_MARGIN)
+
+    def needed(self, peak: float, reserved: float = 0) -> float:
+        """What the device must have."""
+        return self.allocator_bytes(peak, reserved) + self.beside_bytes
+
+    @property
+    def most(self) -> float:
+        """The largest peak that fits."""
+        free = self.limit_bytes - self.beside_bytes
+        return max(0.0, free) / (1 + MEMORY_MARGIN) / self.per_byte
 
 
 def show_gb(nbytes: float) -> str:
@@ -66,7 +97,7 @@ class Candidate:
     workload: Workload
     step_ms: float
     peak_bytes: int
-    limit_bytes: float
+    room: Room
     breakdown: Breakdown  # as predicted
     tokens_per_s: float
     basis: str = ""  # what the step's time rests on
@@ -76,7 +107,7 @@ class Candidate:
 
     @classmethod
     def of(
-        cls, plan: Plan, workload: Workload, timeline: Timeline, limit: float, cluster: Cluster
+        cls, plan: Plan, workload: Workload, timeline: Timeline, room: Room, cluster: Cluster
     ) -> Candidate:
         basis, low, high = basis_of(cluster)
         return cls(
@@ -84,7 +115,7 @@ class Candidate:
             workload,
             timeline.step_ms,
             timeline.peak().total,
-            limit,
+            room,
             timeline.breakdown(),
             workload.tokens_on(plan.mesh) / (timeline.step_ms / 1e3),
             basis,
@@ -115,14 +146,19 @@ class Candidate:
         return (self.breakdown.exposed_transfer + self.breakdown.waiting_for_peers) / 1e6
 
     @property
-    def needed_bytes(self) -> float:
-        """Of the device, with some to spare: what its allocator took in a trial, else the peak."""
+    def allocator_bytes(self) -> float:
+        """What torch's allocator must be able to take, of which the peak is tensors."""
         taken = 0 if self.trial is None else self.trial.reserved_bytes or 0
-        return max(self.peak_bytes, taken) * (1 + MEMORY_MARGIN)
+        return self.room.allocator_bytes(self.peak_bytes, taken)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of the device: the allocator's, the context and NCCL's buffers."""
+        return self.allocator_bytes + self.room.beside_bytes
 
     @property
     def spare_gb(self) -> float:
-        return (self.limit_bytes - self.peak_bytes) / GB
+        return (self.room.limit_bytes - self.needed_bytes) / GB
 
     @property
     def peak_gb(self) -> str:
@@ -184,7 +220,8 @@ class Candidate:
         return (
             f"{self.title}: {self.step_ms:.1f} ms a step ({self.tokens_per_s:,.0f} "
             f"{self.rate_unit}), "
-            f"peak {self.peak_gb} GB, {self.spare_gb:.1f} GB to spare; {settings}.\n"
+            f"peak {self.peak_gb} GB, needs {show_gb(self.needed_bytes)} of the device; "
+            f"{settings}.\n"
             f"  {self.breakdown}"
         )
 
@@ -196,6 +233,7 @@ class Rejected:
     title: str
     strategy: str
     peak_bytes: int
+    needed_bytes: float  # of the device
 
 
 @dataclass(frozen=True)
@@ -230,19 +268,19 @@ class Ranking(Sequence[Candidate]):
     def explain(self) -> str:
         """Why the winner wins, against the best of every other strategy."""
         if not self.candidates:
-            least = min(self.rejected, key=lambda r: r.peak_bytes)
-            need = least.peak_bytes * (1 + MEMORY_MARGIN) / GB
+            least = min(self.rejected, key=lambda r: r.needed_bytes)
             return (
                 f"Nothing fits in {self.limit_bytes / GB:.1f} GB; the least is {least.title} with "
-                f"{least.peak_bytes / GB:.1f} GB, which needs a limit of {need:.1f} GB (the "
-                f"prediction's {MEMORY_MARGIN:.0%} to spare). Use more ranks, shorter sequences, "
-                "or tensor parallelism beneath it."
+                f"{least.peak_bytes / GB:.1f} GB, which needs a device of "
+                f"{least.needed_bytes / GB:.1f} GB (with {MEMORY_MARGIN:.0%} for the prediction, "
+                "and what fragmentation, the context and NCCL take). Use more ranks, shorter "
+                "sequences, or tensor parallelism beneath it."
             )
         best = self.candidates[0]
         lines = [
             f"{best.title} is the fastest of {self.tried} tried: {best.step_ms:.1f} ms a step. It "
-            f"fits with {best.spare_gb:.1f} GB to spare ({best.peak_gb} of "
-            f"{self.limit_bytes / GB:.1f} GB)."
+            f"fits with {best.spare_gb:.1f} GB to spare (a peak of {best.peak_gb} needs "
+            f"{show_gb(best.needed_bytes)} of {self.limit_bytes / GB:.1f} GB)."
         ]
         lines += [
             _compare(best, other)
@@ -251,11 +289,11 @@ class Ranking(Sequence[Candidate]):
         ]
         fitting = {candidate.plan.title for candidate in self.candidates}
         dropped: dict[str, Rejected] = {}
-        for r in sorted(self.rejected, key=lambda r: r.peak_bytes):
+        for r in sorted(self.rejected, key=lambda r: r.needed_bytes):
             if r.strategy not in fitting:
                 dropped.setdefault(r.strategy, r)
         lines += [
-            f"{r.strategy} does not fit: at least {r.peak_bytes / GB:.1f} GB ({r.title})."
+            f"{r.strategy} does not fit: at least {r.needed_bytes / GB:.1f} GB ({r.title})."
             for r in dropped.values()
         ]
         lines += [f"note: {note}" for note in self.notes]

@@ -29,11 +29,11 @@ from shardwise.predict.cost import Costs
 from shardwise.predict.program import scaled, works_of
 from shardwise.predict.ranking import (
     GB,
-    MEMORY_MARGIN,
     WORTH,
     Candidate,
     Ranking,
     Rejected,
+    Room,
     title_of,
 )
 from shardwise.predict.simulate import simulate
@@ -81,7 +81,8 @@ def search(
     trace_on: see `describe`.
 
     The workload's tokens per rank and step stay the same; its split into micro-batches is searched.
-    `budget_gb` is the memory a rank may use, in 1e9 bytes; default: the device's. It also decides
+    `budget_gb` is the memory a rank may use, in 1e9 bytes, with what its context, NCCL and the
+    allocator's fragments take (the cluster file says how much); default: the device's. It decides
     which units stay gathered and how deep to prefetch. `compute_dtype` is by default what the
     device is quickest in: bfloat16, on a CPU float32; a description has been made in one already.
     `reduce_dtype` is by default float32. `checkpoints` are the ways to recompute that are tried
@@ -246,7 +247,8 @@ class _Search:
         if key in self.found or key in self.rejected:
             return self.found.get(key)
         peak: float = self._estimate(plan, workload)
-        if peak <= self.limit * SURELY_TOO_MUCH:
+        room = self._room(plan)
+        if peak <= room.most * SURELY_TOO_MUCH:
             made = self._describe(plan, workload)
             if made is None:
                 return None
@@ -254,11 +256,15 @@ class _Search:
             about = (workload.micro_batch, resolved, description)
             self._described[plan, workload.checkpoint] = about
             peak = self._peak(resolved, description, workload)
-        if peak * (1 + MEMORY_MARGIN) > self.limit:
-            self.rejected[key] = Rejected(title_of(plan, workload), plan.title, int(peak))
+        if peak > room.most:
+            title, needed = title_of(plan, workload), room.needed(peak)
+            self.rejected[key] = Rejected(title, plan.title, int(peak), needed)
             return None
         self.found[key] = self._predict(resolved, description, workload)
         return self.found[key]
+
+    def _room(self, plan: Plan) -> Room:
+        return Room.of(self.cluster.device, plan, self.limit)
 
     def _predict(self, plan: Plan, description: ModelDescription, workload: Workload) -> Candidate:
         """From the Timeline of the step. Of many equal micro-batches a few are simulated: what one
@@ -270,7 +276,7 @@ class _Search:
             timeline = simulate(
                 plan, description, self.cluster, part, costs=self.costs, options=self.options
             )
-            return Candidate.of(plan, part, timeline, self.limit, self.cluster)
+            return Candidate.of(plan, part, timeline, self._room(plan), self.cluster)
 
         more = workload.micro_batches - SIMULATED
         if workload.uneven_sizes or more <= SIMULATED:
@@ -292,7 +298,7 @@ class _Search:
         size, resolved, description = known
         grown = scaled(description, workload.micro_batch / size, kernels=False)
         peak = self._peak(resolved, grown, workload)
-        if several and peak > self.limit * SURELY_TOO_MUCH:
+        if several and peak > self._room(plan).most * SURELY_TOO_MUCH:
             self._too_large[key] = peak
         return peak
 
@@ -317,7 +323,7 @@ class _Search:
             if (plan, all_kept) in self.found or whole.step_ms * (1 - RECOMPUTED_SHARE) > fastest:
                 continue
             most = self._foretold(plan, all_kept)
-            room = self.limit / (1 + MEMORY_MARGIN) - whole.peak_bytes
+            room = self._room(plan).most - whole.peak_bytes
             if most is None or room < WORTH_KEEPING * (most - whole.peak_bytes):
                 continue
             self._recompute_first(plan, all_kept, "first", most, whole.peak_bytes)
@@ -330,7 +336,7 @@ class _Search:
         self, plan: Plan, workload: Workload, word: str, none_peak: float, all_peak: float
     ) -> None:
         """As few of the first blocks as will fit: what is kept grows evenly with those left out."""
-        blocks, room = self.source.block_count, self.limit / (1 + MEMORY_MARGIN)
+        blocks, room = self.source.block_count, self._room(plan).most
         if none_peak <= all_peak:
             return
         least = math.ceil(blocks * (none_peak - room) / (none_peak - all_peak))

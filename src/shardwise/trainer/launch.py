@@ -14,7 +14,9 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ from shardwise.watch.hub import LOST_PEER
 
 _LOOPBACK = "127.0.0.1"
 Target = str | Callable[..., None]  # "module:function", or the function itself
+# What every rank would import by itself, which takes seconds of each: they are forked from a server
+# that has done it once and touches no device.
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "shardwise.trainer.loop"]
+_STREAMS = (1, 2)  # standard output and error
 
 # A rank that fails breaks its peers' connections within milliseconds, so after the first exit a
 # moment is given to all that are failing, and then the one that began it is chosen.
@@ -52,6 +58,29 @@ class Meeting:
 
 
 meeting: Meeting | None = None  # in a rank that `start_ranks` started
+
+
+class _Surroundings:
+    """The launcher's environment, output and error as they are when a rank starts; the server that
+    it is forked from has those of an earlier time.
+    """
+
+    env: dict[str, str]
+    streams: list[Any]  # descriptors on their way
+
+    def __getstate__(self) -> dict[str, Any]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return {"env": dict(os.environ), "streams": [reduction.DupFd(fd) for fd in _STREAMS]}
+
+    def enter(self) -> None:
+        for name in os.environ.keys() - self.env.keys():
+            del os.environ[name]
+        os.environ.update(self.env)
+        for fd, sent in zip(_STREAMS, self.streams, strict=True):
+            ours = sent.detach()
+            os.dup2(ours, fd)
+            os.close(ours)
 
 
 class RankFailed(ChildFailed):
@@ -118,7 +147,7 @@ def start_ranks(
     running.
     """
     processor.settle()
-    spawning = multiprocessing.get_context("spawn")
+    context = _forking()
     with (
         socket.create_server((_LOOPBACK, 0)) as listener,
         tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
@@ -129,14 +158,32 @@ def start_ranks(
             for rank, record in enumerate(records):
                 port: int = listener.getsockname()[1]
                 at = Meeting(rank, nproc, port, listener if rank == 0 else None)
-                task = at, target, args, record
-                processes.append(spawning.Process(target=_run_rank, args=task))
+                task = at, target, args, record, _Surroundings()
+                processes.append(context.Process(target=_run_rank, args=task))  # type: ignore[attr-defined]
                 processes[-1].start()
             listener.close()
             with passing_on(processes if saves else ()) as told:
                 _wait(processes, records, less_memory, told)
         finally:
             _end(processes)
+
+
+def _forking() -> BaseContext:
+    """How ranks begin."""
+    if sys.platform != "linux":  # elsewhere libraries do not bear a fork
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # A scheduler's SIGTERM goes to every process of a job. The server outlives it, for it is the
+    # one that hears how ranks have ended. The tracker is started first: its start ends with SIGTERM
+    # let through.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
 
 
 def _call(target: Target, args: tuple[Any, ...]) -> None:
@@ -150,13 +197,17 @@ def _call(target: Target, args: tuple[Any, ...]) -> None:
 # In a rank
 
 
-def _run_rank(at: Meeting, target: Target, args: tuple[Any, ...], record: Path) -> None:
+def _run_rank(
+    at: Meeting, target: Target, args: tuple[Any, ...], record: Path, around: _Surroundings
+) -> None:
     """Run the task; a rank that fails leaves a record of when and why."""
     global meeting
     meeting, nproc = at, at.world
     # Ctrl-C reaches the whole process group; the launcher alone answers it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_launcher, daemon=True).start()
+    around.enter()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
     os.environ.update(
@@ -170,6 +221,7 @@ def _run_rank(at: Meeting, target: Target, args: tuple[Any, ...], record: Path) 
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ[watched.VERDICT] = str(_verdict_beside(record))
+    _settle_libraries()
     try:
         _call(target, args)
     except SystemExit as stop:
@@ -179,6 +231,20 @@ def _run_rank(at: Meeting, target: Target, args: tuple[Any, ...], record: Path) 
         _fail(record, stop, STOPPED)
     except BaseException as error:
         _fail(record, error, 1)
+
+
+def _settle_libraries() -> None:
+    """What the server has imported knows neither the number of threads nor that it is one of many
+    copies.
+    """
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed()
 
 
 def _fail(record: Path, error: BaseException, code: int) -> None:

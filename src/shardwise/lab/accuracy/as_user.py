@@ -176,9 +176,9 @@ def _alone(candidate: Candidate, alone: Ranking) -> Candidate:
 
 
 def _needs(candidate: Candidate, alone: Ranking) -> dict[str, float]:
-    """What a search asks for, with and without trials."""
+    """What a search asks for the allocator, with and without trials."""
     before = _alone(candidate, alone)
-    return {"needed_bytes": candidate.needed_bytes, "alone_needed_bytes": before.needed_bytes}
+    return {"needed_bytes": candidate.allocator_bytes, "alone_needed_bytes": before.allocator_bytes}
 
 
 def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
@@ -191,12 +191,11 @@ def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
         "predicted_ms": candidate.step_ms,
         "range_ms": candidate.range_ms,
         "predicted_bytes": candidate.peak_bytes,
-        "needed_bytes": candidate.needed_bytes,
         "alone_basis": before.basis,
         "alone_ms": before.step_ms,
         "alone_range_ms": before.range_ms,
         "alone_bytes": before.peak_bytes,
-        "alone_needed_bytes": before.needed_bytes,
+        **_needs(candidate, alone),
         "breakdown_ms": {name: ns / 1e6 for name, ns in before.breakdown.parts().items()},
         **took,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.lab.benchmark import COMMIT, JSON, PLOT, QUICK, ROWS, Benchmark
-from shardwise.lab.options import Option, count, file, flag, list_counts, list_names
+from shardwise.lab.options import Option, count, file, flag, link_rate, list_counts, list_names
 
 STEP = Benchmark(
     "step",
@@ -61,7 +61,7 @@ PEERS = Benchmark(
     "peers.run",
     (
         *ROWS,
-        list_names("--cases", "case", ("gloo", "h200")),
+        list_names("--cases", "case", ("gloo", "hosts", "h200"), "gloo,h200"),
         list_counts("--ranks", "2,4", 2, "of the gloo cases; default: %(default)s"),
         list_names("--peers", "peer",
                    ("ddp", "zero-redundancy", "fsdp1", "fsdp2", "deepspeed")),
@@ -71,6 +71,7 @@ PEERS = Benchmark(
                    "parameters"),
         list_names("--models", "model", ("lm", "gpt2", "moe")),
         count("--steps", None, "timed steps of each candidate"),
+        link_rate("1gbit"),
         Option("--only", {"metavar": "TEXT", "help": "cases that have this in their names"}),
     ),
     """\
@@ -84,6 +85,8 @@ classes, and who is in them:
 cases:
   gloo   CPU, real ranks: the reference model, a GPT-2 with biases and a tied embedding, a mixture
          of experts with many small parameters
+  hosts  the same on two hosts of two ranks: network namespaces of this machine, a cable of RATE
+         between them, torchrun on each (root and iproute2). Only where asked for
   h200   GPU, one rank of an emulated group of 8 and 128, 300 to 25 GB/s, the same models at size,
          eager and compiled blocks, against FSDP1 and FSDP2. Skipped without a CUDA device
 
@@ -95,6 +98,7 @@ the rounds' ratios. `device` is by the GPU's clock with the host a step ahead.
 examples:
   shardwise bench peers --json peers.json
   shardwise bench peers --ranks 2 --classes replicate --models lm
+  shardwise bench peers --cases hosts --rate 1gbit --json peers-hosts.json
   shardwise bench peers --cases h200 --only 8-lm --json peers-h200.json --resume
 """,
 )  # fmt: skip

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.hosts import bytes_per_second
 from shardwise.lab.benchmark import ROWS, STEPS, Benchmark
-from shardwise.lab.options import Option, count, flag, list_names, number
-
-
-def check_rate(flag: str, rate: str | None) -> str | None:
-    if rate is not None:
-        bytes_per_second(rate)
-    return rate
-
+from shardwise.lab.options import count, flag, link_rate, list_names, number
 
 HSDP = Benchmark(
     "hsdp",
@@ -24,8 +16,7 @@ HSDP = Benchmark(
                    "default: all; on a GPU: emulated,predicted"),
         number("--hosts", 1, "1 or 2", lambda value: value in (1, 2),
                "2: real ranks, two on each of two hosts (as root)"),
-        Option("--rate", {"metavar": "RATE", "help": "of the link between them; default: 200mbit"},
-               check_rate),
+        link_rate("200mbit"),
         list_names("--engines", "engine", ("shardwise", "torch")),
         list_names("--modes", "mode", ("hsdp", "delayed", "fsdp")),
         flag("--delay-all-reduce", "only hsdp with the all-reduce at the last micro-batch"),

@@ -2,7 +2,8 @@
 
 The peers of a class step in turn with ours, in one run; before, all train some steps from the same
 weights and inputs, and one whose parameters are others then is not timed. Every class runs in
-processes of its own. With `--cases h200` one process is a rank of an emulated group.
+processes of its own. With `--cases hosts` the ranks are on two hosts with a slow link between them;
+with `--cases h200` one process is a rank of an emulated group.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from shardwise.children import ChildFailed
 from shardwise.description.preset import BENCH, Size
 from shardwise.emulation.collectives import Network
+from shardwise.hosts import refusal
 from shardwise.lab.charts import draw_bars
 from shardwise.lab.peers.engines import CLASSES, Peer, compile_blocks, is_installed, wrap_ours
 from shardwise.lab.rows import RowFile, only_draw, say
@@ -43,6 +45,7 @@ LARGE: dict[str, tuple[Size, int, int]] = {  # with the sequences of a rank and 
 }
 WORLDS, RATES = (8, 128), (300, 100, 50, 25)  # emulated ranks, GB/s of each
 LATENCY = 20e-6
+RATE = "1gbit"  # of the link between hosts: sending takes about as long as computing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +70,11 @@ def families(arguments: argparse.Namespace) -> Iterator[Family]:
         if where == "h200" and not torch.cuda.is_available():
             say("h200: skipped, no CUDA device here")
             continue
-        found = _gloo(arguments) if where == "gloo" else emulated_families(arguments.models)
-        for family in found:
+        why = refusal() if where == "hosts" else ""
+        if why:
+            say(f"hosts: skipped, {why}")
+            continue
+        for family in FOUND[where](arguments):
             (case,) = family.cases
             if arguments.only is not None and arguments.only not in case.name:
                 continue
@@ -87,6 +93,14 @@ def _gloo(arguments: argparse.Namespace) -> Iterator[Family]:
             yield Family((case,), "gloo", ranks, ranks, "cpu")
 
 
+def _hosts(arguments: argparse.Namespace) -> Iterator[Family]:
+    """Two ranks on each of two hosts: shards of replicas are inside a host."""
+    rate = arguments.rate or RATE
+    for name in arguments.models[:1] if arguments.quick else arguments.models:
+        case = StepCase(f"hosts-{rate}-{name}", SMALL[name], 4, 64, (), steps=12, warmup=2)
+        yield Family((case,), "gloo", 4, 4, "cpu", rate)
+
+
 def emulated_families(models: tuple[str, ...], device: str = "cuda") -> Iterator[Family]:
     """As the step benchmark's emulated cases, with more ranks, networks and models."""
     for world in WORLDS:
@@ -101,6 +115,13 @@ def emulated_families(models: tuple[str, ...], device: str = "cuda") -> Iterator
                         network=Network(bandwidth=rate * 1e9, latency=LATENCY),
                     )  # fmt: skip
                     yield Family((case,), "fake", world, 1, device)
+
+
+FOUND: dict[str, Callable[[argparse.Namespace], Iterator[Family]]] = {
+    "gloo": _gloo,
+    "hosts": _hosts,
+    "h200": lambda arguments: emulated_families(arguments.models),
+}
 
 
 def groups(

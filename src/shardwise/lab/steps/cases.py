@@ -14,6 +14,8 @@ import torch
 from shardwise.description.language_model import OPTIMIZER
 from shardwise.description.preset import BENCH, Size, bench_size
 from shardwise.emulation.collectives import Emulation, Network, emulate
+from shardwise.hosts import two_hosts
+from shardwise.lab.on_hosts import ask_hosts
 from shardwise.lab.processes import ask_ranks
 from shardwise.lab.rows import say
 from shardwise.lab.steps.engines import PEERS, Precision
@@ -68,6 +70,7 @@ class Family:
     world: int
     processes: int  # real ones; fewer than `world` with the fake backend
     device: str
+    rate: str = ""  # of the cable between two hosts, on which the ranks are; else they are on one
 
     @property
     def real(self) -> bool:
@@ -75,6 +78,9 @@ class Family:
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What `function` answers on rank 0 of fresh processes that share the group."""
+        if self.rate:
+            with two_hosts(self.rate) as hosts:
+                return ask_hosts(hosts, self.processes // 2, function, *arguments)
         return ask_ranks(
             function, *arguments, world=self.world, processes=self.processes, backend=self.backend
         )
@@ -210,6 +216,8 @@ def describe_case(family: Family, case: StepCase, quick: bool) -> dict[str, Any]
 
 
 def _tell_network(family: Family, case: StepCase) -> str:
+    if family.rate:
+        return f"gloo, two hosts and a cable of {family.rate} between them"
     if case.network is None:
         return "none: nothing is sent" if not family.real else family.backend
     if math.isinf(case.network.bandwidth):
