@@ -17,7 +17,15 @@ from shardwise.description.recompute import run_again
 from shardwise.description.workload import Recomputing
 from shardwise.engine import gradients
 from shardwise.engine.engine import engine_of
-from tests.parity.models import Block, Model, OddBlock, build, loss_sum, token_batch
+from tests.parity.models import (
+    VOCABULARY,
+    Block,
+    Model,
+    OddBlock,
+    build,
+    loss_sum,
+    token_batch,
+)
 from tests.parity.oracle import difference, train_alone
 from tests.parity.training import compare, compare_many
 from tests.ranks import Ranks
@@ -287,6 +295,81 @@ def test_checkpointing_gathers_no_more_than_needed(two: Ranks, kind: str) -> Non
     for _, counts in two.run(_train_kind, kind, "zero3", 2, settings):
         # OddBlock has float and integer parameters: two units per block, and a root.
         assert counts["all_gather"] == 2 * 2 * 3 + 1
+
+
+class Folded(nn.Module):
+    """Calls itself; its parameters are read when the inner call is over."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.9))
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        if times:
+            x = self(x, times - 1)
+        return torch.tanh(self.dense(x)) * self.scale
+
+
+class Head(nn.Module):
+    """Its own bias is read last, inside a module whose weight is the embedding's."""
+
+    def __init__(self, width: int, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(embed.num_embeddings))
+        self.dense, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.decoder = nn.Linear(width, embed.num_embeddings)
+        self.decoder.weight, self.decoder.bias = embed.weight, self.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.norm(self.dense(x)))
+
+
+class Nested(nn.Module):
+    """Units by bytes have modules inside each other, of which one runs three times (as ALBERT's)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 12)
+        self.lead, self.folded, self.last = nn.Linear(12, 12), Folded(12), nn.Linear(12, 12)
+        self.head = Head(12, self.embed)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for _ in range(3):
+            x = self.folded(torch.tanh(self.last(self.lead(x))))
+        return self.head(x)
+
+
+def _train_nested(name: str, settings: dict[str, Any]) -> tuple[float, int]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    alone = Nested()
+    torch.manual_seed(0)
+    plan = sw.Plan.of(name, mesh=world, **settings).resolve(Nested())
+    assert plan.units is not None
+    torch.manual_seed(0)
+    model = sw.shard(Nested(), plan)
+    pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (alone, model)]
+    for step in range(3):
+        batches = [token_batch(step, i) for i in range(world)]
+        for tokens in batches:
+            (loss_sum(alone(tokens), tokens) / 100).backward()
+        (loss_sum(model(batches[rank]), batches[rank]) / 100).backward()
+        for _, opt in pairs:
+            opt.step()
+            opt.zero_grad()
+    most = max(len(unit.modules) for unit in plan.units)
+    return difference(sw.full_state_dict(model), dict(alone.state_dict())), most
+
+
+@pytest.mark.parametrize("bucket_bytes", (None, 2000, 4000))
+@pytest.mark.parametrize("name", ("zero1", "zero2", "zero3"))
+def test_modules_of_a_unit_inside_each_other(
+    two: Ranks, name: str, bucket_bytes: int | None
+) -> None:
+    for error, modules in two.run(_train_nested, name, {"bucket_bytes": bucket_bytes}):
+        assert error <= BOUND and modules > 1
 
 
 def _half(dtype: str, name: str) -> list[float]:

@@ -46,6 +46,7 @@ class Node:
         self.is_root = False
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self.input_device: torch.device | None = None  # where the root's inputs are moved to
+        self._runs = 0  # forwards of the module that are under way
         # While its forward runs: inputs that carry a gradient, and what made them.
         self._entered: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         if any(unit.options.compute_dtype is not None for unit in units):
@@ -94,6 +95,7 @@ class Node:
             output = function(*args, **kwargs)
         except BaseException:
             self._entered = {}
+            self._leave()
             raise
         return self.after(self.module, args, output)
 
@@ -133,10 +135,19 @@ class Node:
             engine.begin_forward(self)
         progress = engine.schedule.current.of
         for unit in self.units:
-            fresh = progress[unit].modules_left == unit.module_count
-            if fresh or unit.state is not State.READY or not unit.is_shown:
+            if not progress[unit].ran or unit.state is not State.READY or not unit.is_shown:
                 engine.before_forward(unit)
+        for unit in self.units:
+            unit.running += 1
+        self._runs += 1
         return begins
+
+    def _leave(self) -> None:
+        """A forward of the module is over, well or not."""
+        if self._runs:
+            self._runs -= 1
+            for unit in self.units:
+                unit.running -= 1
 
     @property
     def _unit_name(self) -> str:
@@ -223,11 +234,13 @@ class Node:
     def _let_units_go(self, output: Any, awaits_backward: bool) -> None:
         engine = self.engine
         recomputes = torch_private.inside_backward()
+        self._leave()
         for unit in self.units:
-            progress = engine.schedule.current.of[unit]
-            progress.modules_left -= 1
-            if progress.modules_left <= 0:
-                progress.modules_left = unit.module_count
+            ran = engine.schedule.current.of[unit].ran
+            ran.add(id(self))
+            # An outer module of the unit may still read parameters of its own.
+            if len(ran) >= unit.module_count and not unit.running:
+                ran.clear()
                 if not recomputes:  # else the backward that asked for it still needs the unit
                     engine.schedule.after_forward(unit)
         if engine.forward_root is self and not recomputes:
@@ -264,6 +277,7 @@ class Node:
         if error is None:
             return
         self._entered = {}
+        self._leave()
         recomputes = torch_private.inside_backward()
         # While a graph is recorded no event may be waited for; who records it puts all back.
         ends = engine is not None and engine.forward_root is self and not recomputes

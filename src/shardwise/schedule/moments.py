@@ -64,7 +64,7 @@ class UnitPass:
     """How far one unit is in the passes under way."""
 
     def __init__(self, unit: ScheduledUnit) -> None:
-        self.modules_left = unit.module_count  # still to run in this forward
+        self.ran: set[int] = set()  # modules of it, in this forward; each may run again and again
         self.gradients_left = unit.gradient_count  # still to come in this backward
         self.open_inputs = 0  # inputs whose gradient is still to come
         self.untracked = 0  # calls whose inputs carry no gradient: nothing tells their end
@@ -156,7 +156,7 @@ class Schedule(Generic[U]):
     def forget_forward(self) -> None:
         """No backward will come of the forward that ran."""
         for unit in self.units:
-            self.current.of[unit].modules_left = unit.module_count
+            self.current.of[unit].ran.clear()
 
     def end_forward(self) -> None:
         """The outermost module has run, and a backward will come: close the units whose modules did

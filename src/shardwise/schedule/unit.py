@@ -62,6 +62,7 @@ class ScheduledUnit:
         self.state = State.FREE
         self.stale = False  # full is older than master: from an optimizer step to the next gather
         self.is_shown = False
+        self.running = 0  # forwards of its modules that are under way
         self.piece = False  # 1/k of it is kept, and backward gathers that
         self.sums = StepSums()
 
