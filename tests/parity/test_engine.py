@@ -326,7 +326,7 @@ class Head(nn.Module):
 
 
 class Nested(nn.Module):
-    """Units by bytes have modules inside each other, of which one runs three times (as ALBERT's)."""
+    """Units by bytes have modules inside each other, and one runs three times (as ALBERT's)."""
 
     def __init__(self) -> None:
         super().__init__()

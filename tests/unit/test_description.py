@@ -268,6 +268,29 @@ def test_a_gpu_fuses_no_attention_whose_mask_is_not_dense(dense: bool) -> None:
     assert ("bmm" in names) is not dense
 
 
+class Latent(nn.Module):
+    """Values are narrower than queries and keys, as in DeepSeek's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v, self.out = nn.Linear(64, 96), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.v))
+        found = functional.scaled_dot_product_attention(q, q, v, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "op"), [("cuda", "_scaled_dot_product_efficient_attention"), ("cpu", "bmm")]
+)
+def test_values_may_be_narrower_than_queries(cluster: str, op: str) -> None:
+    x = torch.randn(BATCH, SEQ, 64)
+    plan = Plan.of("zero3", units=1, compute_dtype="bfloat16")
+    found = describe(Latent(), x, plan, device=cluster)
+    assert op in {kernel.op for kernel in _kernels(found)}
+
+
 def test_dropout_in_attention_that_is_not_fused_keeps_bytes() -> None:
     """And its result, for the product with the values."""
     x = torch.randn(BATCH, SEQ, 64, requires_grad=True)

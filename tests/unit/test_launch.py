@@ -130,7 +130,8 @@ def start_launcher(folder, target, *args, nproc=2):
     program = (
         "import sys\n"
         "from shardwise import cli\n"
-        "from shardwise.trainer.launch import run_ranks\n"
+        "from shardwise.trainer.launch import PRELOADED, run_ranks\n"
+        "PRELOADED.clear()\n"  # these ranks need no torch
         "class Parser:\n"
         "    command = staticmethod(lambda _: run_ranks("
         f"'launch_targets:{target}', {(str(folder), *args)!r}, {nproc}))\n"
@@ -198,7 +199,8 @@ def test_a_second_sigterm_ends_ranks_at_once_and_one_that_has_no_step_yet_by_the
 )
 def test_a_launcher_that_ends_leaves_no_rank_behind(tmp_path, target, blow):
     program = (
-        "from shardwise.trainer.launch import run_ranks\n"
+        "from shardwise.trainer.launch import PRELOADED, run_ranks\n"
+        "PRELOADED.clear()\n"
         f"run_ranks('launch_targets:{target}', ({str(tmp_path)!r},), 2)"
     )
     launcher = subprocess.Popen(
@@ -210,7 +212,7 @@ def test_a_launcher_that_ends_leaves_no_rank_behind(tmp_path, target, blow):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_until(lambda: len(pids(tmp_path)) == 2, 20)
+        wait_until(lambda: len(pids(tmp_path)) == 2, 60)
         os.kill(launcher.pid, blow)
         assert launcher.wait(10) != 0
         wait_until(lambda: not [pid for pid in pids(tmp_path) if alive(pid)], 5)

@@ -161,16 +161,17 @@ class Group:
         return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None, by: str = "torch"
+        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None, plain: bool = True
     ) -> Handle:
-        """The sum over ranks of everybody's `input`; this rank gets its equal part of it, by one of
-        SCATTERS.
+        """The sum over ranks of everybody's `input`; this rank gets its equal part of it. `plain`:
+        by torch's own call, as whoever watches that expects; else by the cheapest.
         """
         self._note("reduce_scatter", input)
         if custom is not None:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
             return _issued(handle or DONE)
-        return _issued(SCATTERS[by](output, input, self.group))
+        scatter = torch_private.reduce_scatter if plain else scatter_parts
+        return _issued(scatter(output, input, self.group))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
         """This rank's part of everybody's `input`, one after the other, into `output`."""
@@ -253,30 +254,6 @@ def scatter_parts(output: torch.Tensor, input: torch.Tensor, group: Any) -> Hand
     parts = received.view(dist.get_world_size(group), -1)
     work = torch_private.all_to_all(received, input, group)
     return After(work, lambda: add_up(parts, output.view(-1)))
-
-
-def scatter_in_place(output: torch.Tensor, input: torch.Tensor, group: Any) -> Handle:
-    """The same with no memory beside the input, which gloo then all-reduces: for those of whom
-    there are many at once. The input is worth nothing afterwards.
-    """
-    if input.device.type != "cpu" or not is_gloo(group, input.device):
-        work: Handle = torch_private.reduce_scatter(output, input, group)
-        return work
-    own = input.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
-    work = dist.all_reduce(input, group=group, async_op=True)
-
-    def end() -> None:
-        output.copy_(own.view_as(output))
-
-    return After(work, end)
-
-
-# How a reduce-scatter is made. "torch": by its own call, as whoever watches that expects.
-SCATTERS: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], Handle]] = {
-    "torch": torch_private.reduce_scatter,
-    "parts": scatter_parts,
-    "in place": scatter_in_place,
-}
 
 
 def digest(value: object) -> int:

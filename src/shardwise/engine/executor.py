@@ -119,10 +119,10 @@ class TensorExecutor:
     """Moves one engine's tensors, on three lanes: gathers, scatters, sums over replicas."""
 
     def __init__(
-        self, device: torch.device, arena: Arena | None = None, scatters_by: str = "torch"
+        self, device: torch.device, arena: Arena | None = None, plain_scatters: bool = True
     ) -> None:
         self.arena = arena  # lends the memory of a step, where a Plan says so
-        self._scatters_by = scatters_by  # of collectives.SCATTERS
+        self._plain_scatters = plain_scatters  # as Group.reduce_scatter has it
         self.gathers, self.scatters, self.replicas = Lane(device), Lane(device), Lane(device)
         self.ordered = self.gathers.ordered
         # In this backward: the lanes that were used.
@@ -305,7 +305,8 @@ class TensorExecutor:
             if gradients.exchanges:
                 handle = self._order(self._exchange(unit, slot, rows))
             else:
-                handle = self._order(group.reduce_scatter(rows, slot, custom, self._scatters_by))
+                plain = self._plain_scatters
+                handle = self._order(group.reduce_scatter(rows, slot, custom, plain))
         reduction.held = TensorHeld(rows, into_sums, loan)
         reduction.lane, reduction.pending = lane, handle
 

@@ -244,11 +244,11 @@ def _scatter(
         packed = _pack(gradients, ranks, mine) if path.lane.ordered else None
         if packed is not None:
             return _start(
-                mine, path, path.group.reduce_scatter(mine, packed.slot.flat, by="parts"), packed
+                mine, path, path.group.reduce_scatter(mine, packed.slot.flat, plain=False), packed
             )
         slot = mine.new_empty((ranks, rows))
         chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
-        handle = path.group.reduce_scatter(mine, slot.view(-1), by="parts")
+        handle = path.group.reduce_scatter(mine, slot.view(-1), plain=False)
         return _start(mine, path, handle, (slot, gradients))
 
 

@@ -356,7 +356,7 @@ class PlannedExecutor:
             self._collective(reduction, "all_to_all", "scatter", "shard", slot, ranks, slot)
         else:
             self._collective(reduction, "reduce_scatter", "scatter", "shard", slot, ranks, rows)
-            if not self.ordered and not self.plan.policy.replicates_gradients:
+            if not self.ordered:
                 # gloo's ranks get parts and add them, in the collective's time
                 reduction.exchanged = slot
                 self.listener.hold("slots", slot)

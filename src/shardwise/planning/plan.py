@@ -317,17 +317,19 @@ class Plan:
     @property
     def policy(self) -> Policy:
         """What the schedule is told of all units."""
-        parameters = self.strategy.parameters
+        parameters, state = self.strategy.parameters, self.strategy.state
         naive = self.name == "ddp" and self.reduce == "naive"
+        # Its full parameters stay, so gradients of one unit more may.
+        depth = max(self.reduce_depth, 2) if parameters == "replicate" else self.reduce_depth
         return Policy(
             forward_prefetch=self.forward_prefetch,
             backward_prefetch=self.backward_prefetch,
-            reduce_depth=0 if naive else self.reduce_depth,
+            reduce_depth=0 if naive else depth,
             sync=self.sync,
             frees_in_pass=parameters == "shard",
             frees_after_step=parameters != "replicate",
             during_backward=self.name != "ddp" or REDUCES[self.reduce].during_backward,
-            replicates_gradients=not naive and self.strategy.gradients == "replicate",
+            sums_in_slots=not naive and state == "replicate",
             refreshes=True,
             needs_equal_use=self.unused == "error",
             needs_equal_values=True,

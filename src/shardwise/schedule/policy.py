@@ -20,7 +20,7 @@ class Policy:
     frees_in_pass: bool = True  # full parameters go within a pass; False: not before its end
     frees_after_step: bool = True
     during_backward: bool = True  # reduce as soon as a unit's gradients are there
-    replicates_gradients: bool = False
+    sums_in_slots: bool = False  # what a reduce is packed in is the memory of its sum
     # Full parameters of an earlier step are gathered anew; False: only where the masters changed.
     refreshes: bool = False
     # A parameter that some ranks used and others did not: an error, or zeros from the others.
@@ -30,12 +30,10 @@ class Policy:
     may_grow: bool = True  # modules may be added after sharding, and are not the engine's
 
     def depth(self, ordered: bool) -> int:
-        """How many reduces may be under way, on lanes that are ordered or not."""
-        if not self.replicates_gradients:
-            return self.reduce_depth
-        # On a host every unit has a slot of its own; streams wait for a pack only, so their
-        # gradients need not stay.
-        return max(self.reduce_depth, 2) if ordered else UNBOUNDED
+        """How many reduces may be under way, on lanes that are ordered or not: where they take no
+        memory, as many on a host as there are. Streams wait for a pack only.
+        """
+        return UNBOUNDED if self.sums_in_slots and not ordered else self.reduce_depth
 
 
 @dataclass

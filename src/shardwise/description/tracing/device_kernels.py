@@ -162,14 +162,16 @@ class DeviceKernels(TorchFunctionMode):
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         if not usual or not query.is_meta:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-        if self.device == "cpu" and dropout_p == 0:
+        even = query.shape[-1] == value.shape[-1]  # DeepSeek's are not
+        if self.device == "cpu" and dropout_p == 0 and even:
             return flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
         fuses = self.device == "cuda" and _rows_lie_dense(query, key, value, attn_mask)
-        if fuses and low and attn_mask is None and query.shape[-1] <= 256:
+        if fuses and low and even and attn_mask is None and query.shape[-1] <= 256:
             return flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        aligned = query.shape[-1] % (16 // query.element_size()) == 0
+        step = 16 // query.element_size()
+        aligned = query.shape[-1] % step == value.shape[-1] % step == 0
         if fuses and aligned and not grouped:
             return efficient_attention(
                 query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
