@@ -311,7 +311,7 @@ class Gradients:
             return
         if self._filling is None:
             self._filling = self._make_filling(self._empty(self.sum_dtype))
-        self._filling.take({self._numbers[id(shown)]: grad})
+        self._filling.put(self._numbers[id(shown)], grad)
         shown.grad = None
 
     def _make_filling(self, slot: torch.Tensor) -> Filling:
@@ -325,7 +325,7 @@ class Gradients:
         if filling is None:
             filling = self._make_filling(self._empty(self.sum_dtype) if into is None else into)
         rest = {i: shown.grad for i, shown in enumerate(self.shown) if shown.grad is not None}
-        filling.take(rest)
+        filling.put_all(rest)
         for i in rest:
             self.shown[i].grad = None
         missing = frozenset(range(len(self.shown))) - filling.placed
@@ -436,16 +436,23 @@ class Filling:
         self.slot, self.views = slot, views
         self.placed: set[int] = set()
 
-    @torch.no_grad()
-    def take(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Copy gradients to their places; one that comes again is added."""
-        again = gradients.keys() & self.placed
-        for i in again:
-            self.views[i].add_(gradients[i])
-        new = gradients.keys() - again
+    def put(self, number: int, gradient: torch.Tensor) -> None:
+        """Copy a gradient to its place; one that comes again is added."""
+        place, found = self.views[number], gradient.detach()
+        if number in self.placed:
+            place.add_(found)
+        else:
+            place.copy_(found)
+            self.placed.add(number)
+
+    def put_all(self, gradients: dict[int, torch.Tensor]) -> None:
+        """The same of many: those that are new by one call."""
+        new = gradients.keys() - self.placed
+        for number in gradients.keys() - new:
+            self.put(number, gradients[number])
         if new:
-            into, found = [self.views[i] for i in new], [gradients[i] for i in new]
-            torch_private.foreach_copy_(into, found)
+            found = [gradients[number].detach() for number in new]
+            torch_private.foreach_copy_([self.views[number] for number in new], found)
             self.placed |= new
 
 
