@@ -5,7 +5,6 @@ every rank tries it, and all end with the same answer, or with the same error.
 from __future__ import annotations
 
 import gc
-import math
 import random
 import socket
 from collections import Counter
@@ -18,7 +17,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.calibration.trial import STEPS, TIMED_S, WARM_S, WARMUP, Program, sum_up
+from shardwise.calibration.trial import (
+    HOST_TIMED,
+    HOST_WARM,
+    TIMED_S,
+    WARM_S,
+    WARMUP,
+    Program,
+    count_steps,
+    sum_up,
+)
 from shardwise.description.cluster import Cluster
 from shardwise.description.tracing.real_run import tell
 from shardwise.description.workload import Workload
@@ -36,8 +44,7 @@ from shardwise.watch.hub import LOST_PEER
 
 Value = TypeVar("Value")
 Attempt = Callable[[Plan, Workload], Trial]
-MOST_STEPS = 50  # of a trial, that are timed
-HOST_TIMED_S = 2.0  # on a CPU, whose ranks share it with others
+ON_GPU = (WARM_S, 50), (TIMED_S, 50)  # seconds, and steps at most: warm-up, timed
 
 
 class TrialFailed(Exception):
@@ -187,9 +194,9 @@ class Ranks:
             timer = timing.time_together(cuda)
             timing.repeat(step, timer, WARMUP)
             once = self._slowest(timer(step).step_ms) / 1e3
-            if cuda:
-                timing.repeat(step, timer, _count(WARM_S, once))
-            samples = timing.repeat(step, timer, _count(TIMED_S if cuda else HOST_TIMED_S, once))
+            warm, timed = ON_GPU if cuda else (HOST_WARM, HOST_TIMED)
+            timing.repeat(step, timer, count_steps(once, *warm))
+            samples = timing.repeat(step, timer, count_steps(once, *timed))
             if cuda:
                 allocated, reserved = footprint.peaks_on_cuda(step)
                 del step
@@ -205,10 +212,6 @@ class Ranks:
         found = torch.tensor(value, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
-
-
-def _count(seconds: float, once: float) -> int:
-    return max(STEPS, min(MOST_STEPS, math.ceil(seconds / max(once, 1e-6))))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ is real. On a CPU the ranks are real too, and talk by gloo.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import statistics
 from collections.abc import Iterator
@@ -51,9 +52,11 @@ from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Step
 
 WARMUP, STEPS = 3, 5
-# And so long: on a GPU until its clock is steady, and while it swings about its mean; short steps
-# of a CPU are many.
+# And so long: on a GPU until its clock is steady, and while it swings about its mean.
 WARM_S, TIMED_S = 1.0, 1.0
+# On a CPU: seconds, and steps at most. The first ten of a process take up to a fifth more than the
+# later ones, which swing by a tenth for seconds (docs/log.md).
+HOST_WARM, HOST_TIMED = (1.5, 12), (2.0, 60)
 RANKS_PER_CORE = 2  # real ones on a CPU, at most
 
 
@@ -237,7 +240,9 @@ def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connecti
     timer = timing.time_on_host(dist.barrier)
     took = torch.tensor(timing.repeat(step, timer, WARMUP)[-1].step_ms)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)  # all ranks step equally often
-    samples = timing.repeat(step, timer, max(STEPS, round(1e3 * TIMED_S / took.item())))
+    once = took.item() / 1e3
+    timing.repeat(step, timer, count_steps(once, *HOST_WARM))
+    samples = timing.repeat(step, timer, count_steps(once, *HOST_TIMED))
     everybody: list[list[Sample]] = [[] for _ in range(plan.world)]
     dist.all_gather_object(everybody, samples)
     slowest = [max(each, key=lambda s: s.step_ms) for each in zip(*everybody, strict=True)]
@@ -247,6 +252,11 @@ def _run_rank(program: Program, plan: Plan, workload: Workload, writer: Connecti
         writer.send(sum_up(slowest, peak, None, f"{plan.world} ranks, gloo"))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def count_steps(once: float, seconds: float, most: int) -> int:
+    """How many make up so many seconds, of steps that take `once`."""
+    return max(STEPS, min(most, math.ceil(seconds / max(once, 1e-6))))
 
 
 def sum_up(samples: list[Sample], peak: int, reserved: int | None, how: str) -> Trial:
