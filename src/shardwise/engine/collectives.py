@@ -252,8 +252,21 @@ def scatter_parts(output: torch.Tensor, input: torch.Tensor, group: Any) -> Hand
         return work
     received = torch.empty_like(input)
     parts = received.view(dist.get_world_size(group), -1)
-    work = torch_private.all_to_all(received, input, group)
-    return After(work, lambda: add_up(parts, output.view(-1)))
+
+    def end() -> None:
+        add_up(parts, output.view(-1))
+        let_go(received)
+
+    return After(torch_private.all_to_all(received, input, group), end)
+
+
+def let_go(message: torch.Tensor) -> None:
+    """Give the memory of a message back, whose collective has ended: a thread of gloo's may hold
+    the tensor for a moment longer, and what comes next would need as much again.
+    """
+    storage = message.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
 
 
 def digest(value: object) -> int:

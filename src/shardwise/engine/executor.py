@@ -12,13 +12,23 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.arena import COMPUTE, REPLICAS, SCATTERS, Arena, Loan, Placed
-from shardwise.engine.collectives import DONE, After, Buffer, Group, Handle, add_up, allocate
+from shardwise.engine.collectives import (
+    DONE,
+    After,
+    Buffer,
+    Group,
+    Handle,
+    add_up,
+    allocate,
+    let_go,
+)
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER, USE
@@ -249,6 +259,8 @@ class TensorExecutor:
                     stream = COMPUTE if self.packs_on_compute(unit) else SCATTERS
                     into, loan = self.arena.borrow("slot", unit.name, stream, numel, dtype)
                 slot = gradients.pack(found, into, dtype)
+                if into is None and not self.ordered and unit.shard_ranks > 1:
+                    loan = partial(let_go, slot)
         held = TensorHeld(slot, into_sums, loan, buffer)
         if not self.ordered or self.packs_on_compute(unit):
             found.clear()  # they are packed
@@ -347,6 +359,8 @@ class TensorExecutor:
             sent, give_sent = self._borrow("sent", unit, SCATTERS, numel)
             sent.copy_(slot)
         received, give_received = self._borrow("received", unit, SCATTERS, numel)
+        if give_received is None and not self.ordered:
+            give_received = partial(let_go, received)
 
         def end() -> None:
             add_up(received.view(group.size, -1), rows)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.engine import torch_private
 from shardwise.engine.arena import COMPUTE, GATHERS, KEPT, SCATTERS, Loan, place
-from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack, allocate
+from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack, allocate, let_go
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
@@ -148,6 +148,8 @@ class UnitGather:
             flat, self.staging = self.lend(ranks * numel, self.full.dtype)
         else:
             flat = allocate(self.custom, ranks * numel, self.full.dtype, self.full.device)
+            if self.custom is None and flat.device.type == "cpu":
+                self.staging = functools.partial(let_go, flat)
         staging = flat.view(ranks, numel)
         own = self.source
         if self.copies or self.custom is not None:
