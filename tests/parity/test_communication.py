@@ -307,7 +307,7 @@ def measure_peaks(name: str) -> list[int]:
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_no_message_outlives_its_collective(two: Ranks, name: str) -> None:
     """Threads of gloo's hold tensors for a moment longer; a step takes as much every time, but for
-    less than a tenth of a message.
+    what gloo itself copies to gather (a rank's part of a message).
     """
     for peaks in two.run(measure_peaks, name):
-        assert max(peaks) - min(peaks) < 2**18 / 10, peaks
+        assert max(peaks) - min(peaks) < 0.75 * 2**18, peaks
