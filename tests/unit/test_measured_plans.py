@@ -163,7 +163,7 @@ def test_a_trial_that_waited_for_the_host_has_a_wider_range() -> None:
     for trial, factor in (
         (Trial(100.0, 1.0, 50.0, 1, 1, "a GPU"), 1.05),
         (Trial(100.0, 1.0, 95.0, 1, 1, "a GPU"), 1.25),
-        (Trial(100.0, 1.0, 100.0, 1, None, "a CPU"), 1.05),
+        (Trial(100.0, 1.0, 100.0, 1, None, "a CPU"), 1.25),
         (Trial(100.0, 300.0, 100.0, 1, None, "a busy CPU"), 4.0),
     ):
         assert measured_search._around(trial) == pytest.approx((100 / factor, 100 * factor))

@@ -48,7 +48,10 @@ def sums_in(travels: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
 # the two communication sizes that grouped FSDP was reported with.
+# A small model still needs units that overlap each other: so many. Data parallel has none below
+# 6 MiB, where messages over gloo cost more than they hide (docs/log.md).
 LEAST_UNITS = 4
+LEAST_BUCKET_BYTES = {"ddp": 6 * MIB}
 DEFAULT_BUCKET_BYTES = {"ddp": BUCKET_BYTES, "zero1": 32 * MIB, "zero2": 32 * MIB, "zero3": None}
 
 
@@ -362,6 +365,13 @@ class Plan:
         row = self.inner if self.name == "hsdp" else self.name
         return self.bucket_bytes or DEFAULT_BUCKET_BYTES[row]
 
+    def message_bytes_of(self, model_bytes: int) -> int | None:
+        """The same for a model with so many bytes of parameters."""
+        limit = self.message_bytes
+        if limit is None or self.bucket_bytes is not None:
+            return limit
+        return min(limit, max(model_bytes // LEAST_UNITS, LEAST_BUCKET_BYTES.get(self.name, 0)))
+
     def dtypes(self, own: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Master, compute and reduce dtype of parameters whose own dtype is `own`."""
         master = getattr(torch, own)
@@ -377,16 +387,12 @@ class Plan:
         that has units already must fit the model exactly.
         """
         whole = Whole(self.whole, self.whole_below, self.shard)
+        bucket = self.message_bytes_of(sum(p.nbytes for p in model.parameters()))
         if self.name == "ddp":
             whole.find(model)  # keeps everything so; a pattern must match something all the same
-            bucket = self.message_bytes
             assert bucket is not None
             units = cut_buckets(model, REDUCES[self.reduce].group, bucket)
         else:
-            bucket = self.message_bytes
-            if bucket and self.bucket_bytes is None:
-                # A small model still needs units that overlap each other.
-                bucket = min(bucket, sum(p.nbytes for p in model.parameters()) // LEAST_UNITS)
             units = cut_units(model, self.cut, bucket, whole.find(model))
         if self.units is not None and self.units != units:
             raise ValueError(_difference(self.units, units))

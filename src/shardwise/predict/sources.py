@@ -17,7 +17,7 @@ from shardwise.description.tracing.trace import check_arguments
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.planning.groups import group_by_bytes
-from shardwise.planning.plan import LEAST_UNITS, Plan
+from shardwise.planning.plan import Plan
 from shardwise.planning.strategies import REDUCES
 from shardwise.planning.units import group_parameters
 from shardwise.predict.describe import TracedModel, traced_preset
@@ -146,16 +146,13 @@ def cut_described(plan: Plan, description: ModelDescription) -> tuple[UnitSpec, 
     ordered = sorted(
         description.units, key=lambda u: min((s.position for s in u.segments), default=0)
     )
+    limit = plan.message_bytes_of(sum(u.parameter_bytes for u in description.units))
     if plan.name == "ddp":
         specs = [parameter for unit in ordered for parameter in unit.parameters]
-        groups = group_parameters(specs, REDUCES[plan.reduce].group, plan.message_bytes or 1)
+        groups = group_parameters(specs, REDUCES[plan.reduce].group, limit or 1)
         return tuple(UnitSpec(f"bucket{i}", ("",), tuple(g)) for i, g in enumerate(groups))
     roots = [u for u in description.units if u.modules == ("",)]
     blocks = [u for u in ordered if u.modules != ("",)]
-    limit = plan.message_bytes
-    if limit and plan.bucket_bytes is None:
-        total = sum(u.parameter_bytes for u in description.units)
-        limit = min(limit, total // LEAST_UNITS)
     runs = (
         group_by_bytes(blocks, lambda u: u.parameter_bytes, limit)
         if limit
