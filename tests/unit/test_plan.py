@@ -260,7 +260,7 @@ def test_kept_bytes_by_strategy() -> None:
     }
     # Behind a rank's part of each reduce: a number for each of its parameters, rounded up to 8.
     counts = 4 * 8
-    assert kept["ddp"].master == 4 * p and kept["ddp"].gradients == 4 * p + 2 * counts
+    assert kept["ddp"].master == 4 * p and kept["ddp"].gradients == 4 * p + 4 * counts
     assert kept["ddp"].state == 8 * p and kept["ddp"].full == kept["ddp"].slots == 0
     for name in ("zero1", "zero2", "zero3"):
         assert kept[name].master == 4 * p // 8
