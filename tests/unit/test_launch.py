@@ -59,10 +59,11 @@ def test_each_rank_gets_its_environment(tmp_path, monkeypatch):
     assert int(lines[0][5]) == max(1, len(os.sched_getaffinity(0)) // 3)
 
 
-def test_a_chosen_number_of_threads_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+@pytest.mark.parametrize("asked", ["5", "3,2", "many"])
+def test_a_chosen_number_of_threads_is_kept(tmp_path, monkeypatch, asked):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
     launch("write_environment", str(tmp_path), nproc=1)
-    assert (tmp_path / "rank0").read_text().split()[5] == "5"
+    assert (tmp_path / "rank0").read_text().split()[5] == asked
 
 
 @pytest.mark.quiet

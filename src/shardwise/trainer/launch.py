@@ -240,7 +240,9 @@ def _settle_libraries() -> None:
     if "torch" in sys.modules:
         import torch
 
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+        asked = os.environ["OMP_NUM_THREADS"].split(",")[0]
+        if asked.isdecimal() and int(asked):  # else OpenMP takes no notice of it either
+            torch.set_num_threads(int(asked))
     if "numpy" in sys.modules:
         import numpy
 
