@@ -66,6 +66,19 @@ def test_a_chosen_number_of_threads_is_kept(tmp_path, monkeypatch, asked):
     assert (tmp_path / "rank0").read_text().split()[5] == asked
 
 
+def test_a_launcher_without_output_starts_ranks(tmp_path):
+    program = (
+        "import os\n"
+        "from shardwise.trainer.launch import PRELOADED, run_ranks\n"
+        "PRELOADED.clear()\n"
+        "os.close(1)\n"
+        f"run_ranks('launch_targets:write_environment', ({str(tmp_path)!r},), 1)"
+    )
+    path = os.pathsep.join([str(HERE), *sys.path])
+    ran = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path})
+    assert ran.returncode == 0 and (tmp_path / "rank0").exists()
+
+
 @pytest.mark.quiet
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_rank_that_raises_ends_all_within_five_seconds(tmp_path, deaf):

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.connection import wait
@@ -66,18 +67,21 @@ class _Surroundings:
     """
 
     env: dict[str, str]
-    streams: list[Any]  # descriptors on their way
+    streams: dict[int, Any]  # descriptors on their way; one that is closed is not among them
 
     def __getstate__(self) -> dict[str, Any]:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return {"env": dict(os.environ), "streams": [reduction.DupFd(fd) for fd in _STREAMS]}
+        streams = {}
+        for fd in _STREAMS:
+            with suppress(OSError):
+                os.fstat(fd)
+                streams[fd] = reduction.DupFd(fd)
+        return {"env": dict(os.environ), "streams": streams}
 
     def enter(self) -> None:
         for name in os.environ.keys() - self.env.keys():
             del os.environ[name]
         os.environ.update(self.env)
-        for fd, sent in zip(_STREAMS, self.streams, strict=True):
+        for fd, sent in self.streams.items():
             ours = sent.detach()
             os.dup2(ours, fd)
             os.close(ours)
