@@ -23,10 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine import (
-    mesh,
-    torch_private,
-)
+from shardwise.engine import process, torch_private
 from shardwise.engine.mesh import default_device
 from shardwise.fsdp2.meshes import default_mesh
 from shardwise.planning.settings import Settings
@@ -127,7 +124,7 @@ def test_at_exit_gloo_has_let_go_of_its_tensors(no_group):
     that waits so when the interpreter ends aborts the process.
     """
     sw.fully_shard(nn.Linear(8, 8))
-    assert mesh.rest_at_exit.cache_info().currsize == 1
+    assert process.rest_at_exit.cache_info().currsize == 1
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # nobody takes the lock from this thread
     try:
@@ -140,7 +137,7 @@ def test_at_exit_gloo_has_let_go_of_its_tensors(no_group):
             if held() is not None:
                 break
         assert held() is not None
-        mesh._wait_until_idle()
+        process._wait_until_idle()
         assert held() is None
     finally:
         sys.setswitchinterval(interval)
@@ -150,15 +147,49 @@ def test_the_end_does_not_wait_for_a_rank_that_is_gone(tmp_path, monkeypatch):
     for number, (name, state) in enumerate((("pt_gloo_runloop", "S"), ("python", "R"))):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "stat").write_text(f"{number} ({name}) {state} 1 2")
-    monkeypatch.setattr(mesh, "_TASKS", tmp_path)
+    monkeypatch.setattr(process, "_TASKS", tmp_path)
     began = time.monotonic()
-    mesh._wait_until_idle()
+    process._wait_until_idle()
     assert time.monotonic() - began < 1.0
     (tmp_path / "0" / "stat").write_text("0 (pt_gloo_runloop) R 1 2")
-    monkeypatch.setattr(mesh, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(process, "_PATIENCE_S", 0.05)
     began = time.monotonic()
-    mesh._wait_until_idle()
+    process._wait_until_idle()
     assert time.monotonic() - began >= 0.05
+
+
+HEAP = """
+import resource, sys, torch
+from shardwise.engine import process
+
+def faults():
+    for _ in range(3):
+        blocks = [torch.ones(2**20) for _ in range(8)]  # 4 MiB each
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+kept = process.keep_heap()
+faults()
+before = faults()
+print(kept, faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+@pytest.mark.parametrize(
+    "setting",
+    ["", "MALLOC_TRIM_THRESHOLD_=131072", "GLIBC_TUNABLES=glibc.malloc.trim_threshold=131072"],
+)
+def test_memory_that_comes_and_goes_is_kept_unless_the_user_says_otherwise(setting):
+    env = {name: value for name, value in os.environ.items() if name not in process.SETTINGS}
+    env |= dict([setting.split("=", 1)] if setting else [])
+    run = subprocess.run([sys.executable, "-c", HEAP], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    kept, faults = run.stdout.split()
+    if setting:
+        assert kept == "False" and int(faults) > 4000  # 24 blocks of 1,024 pages came anew
+    else:
+        assert kept == "True" and int(faults) < 100
 
 
 # what an editor finds

@@ -9,13 +9,9 @@ on both meshes, the module sees what it had.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
-import time
 import weakref
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import processor
+from shardwise.engine import process
 from shardwise.engine.collectives import Group, PerWorld, control_of
 from shardwise.engine.torch_private import (
     DTensorSpec,
@@ -159,10 +156,11 @@ def groups_on(
     """
     # What a process needs before its first sharded model: said or done once.
     warn_if_untested()
-    rest_at_exit()
+    process.rest_at_exit()
     watch_ranks()
     if device.type == "cpu":
         processor.settle()
+        process.keep_heap()
     replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
     if not keep:
         return Mesh(device, replicate, shard, seen or mesh)
@@ -293,36 +291,3 @@ def check_backend(
             f"rank {dist.get_rank()}: {what}, but the process group's backend {backend!r} moves "
             f"{sorted(usable)} tensors only; {advice}"
         )
-
-
-_TASKS = Path("/proc/self/task")
-_NAME = "pt_gloo"  # how torch names those threads
-_NAP_S = 1e-3
-_PATIENCE_S = 2.0
-
-
-@functools.cache  # once
-def rest_at_exit() -> None:
-    """Let the end of this program wait until gloo's threads have nothing left to do."""
-    atexit.register(_wait_until_idle)
-
-
-def _wait_until_idle() -> None:
-    """Sleep, which leaves the lock to whoever waits for it, until all of them sleep too.
-
-    One that waits for another rank sleeps as well, so this never waits for a rank that has gone.
-    """
-    until, idle = time.monotonic() + _PATIENCE_S, 0
-    while idle < 3 and time.monotonic() < until:
-        time.sleep(_NAP_S)
-        tasks = list(_TASKS.iterdir()) if _TASKS.is_dir() else []
-        idle = 0 if any(map(_is_busy, tasks)) else idle + 1
-
-
-def _is_busy(task: Path) -> bool:
-    """Whether a thread of gloo runs, or could run if it got a processor."""
-    try:
-        name, _, rest = (task / "stat").read_text().partition(") ")
-    except OSError:  # it has ended
-        return False
-    return f"({_NAME}" in name and not rest.startswith("S")
