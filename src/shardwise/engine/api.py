@@ -62,7 +62,7 @@ def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
     arena = Arena(mesh.device) if plan.has_arena(on_gpu) else None
     if arena is not None and on_gpu:
         torch_private.let_segments_grow()
-    executor = TensorExecutor(mesh.device, arena, plain_scatters=False)
+    executor = TensorExecutor(mesh.device, arena)
     engine = Engine(model, units, mesh, plan.policy, executor)
     engine.plan = plan
     nodes = _hang(model, plan, engine)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.engine import marks, torch_private
+from shardwise.engine import marks, near, torch_private
 from shardwise.planning.memory import sent_bytes
 from shardwise.watch import rank as watched
 from shardwise.watch.page import EXCHANGE, RUNS, USES, WORDS, Track
@@ -121,13 +121,19 @@ def _issued(handle: Handle) -> Handle:
 
 @dataclass(eq=False)
 class Group:
-    """One axis of the mesh as this rank sees it: the ranks it shares that axis with."""
+    """One axis of the mesh as this rank sees it: the ranks it shares that axis with.
+
+    `plain`: everything goes by torch's own calls, as whoever watches those expects; else by the
+    cheapest way, which is `near` where all ranks are on this host.
+    """
 
     axis: str
     group: dist.ProcessGroup | None
     size: int
     rank: int
     control: Control | None  # moves small host values
+    plain: bool = True
+    near: near.Near | None = None
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, custom: Any = None) -> Handle:
         """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part
@@ -141,6 +147,8 @@ class Group:
         self._note("all_gather", output)
         if custom is not None:
             return _issued(custom(output, input, self.group, async_op=True) or DONE)
+        if self.near is not None and goes_near(input, output):
+            return _issued(self.near.all_gather(output, input))
         return _issued(torch_private.all_gather(output, input, self.group))
 
     def all_gather_grouped(
@@ -161,16 +169,16 @@ class Group:
         return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None, plain: bool = True
+        self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
     ) -> Handle:
-        """The sum over ranks of everybody's `input`; this rank gets its equal part of it. `plain`:
-        by torch's own call, as whoever watches that expects; else by the cheapest.
-        """
+        """The sum over ranks of everybody's `input`; this rank gets its equal part of it."""
         self._note("reduce_scatter", input)
         if custom is not None:
             handle = custom(output, input, self.group, dist.ReduceOp.SUM, async_op=True)
             return _issued(handle or DONE)
-        scatter = torch_private.reduce_scatter if plain else scatter_parts
+        if self.near is not None and goes_near(input, output):
+            return _issued(self.near.reduce_scatter(output, input))
+        scatter = torch_private.reduce_scatter if self.plain else scatter_parts
         return _issued(scatter(output, input, self.group))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
@@ -183,6 +191,8 @@ class Group:
         if self.size == 1:
             return DONE
         self._note("all_reduce", tensor)
+        if self.near is not None and goes_near(tensor):
+            return _issued(self.near.all_reduce(tensor))
         return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -240,6 +250,16 @@ class Group:
 def is_gloo(group: Any, device: torch.device) -> bool:
     """Whether gloo moves this device's tensors."""
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def goes_near(*tensors: torch.Tensor) -> bool:
+    """Whether memory that ranks share carries a message of these: the same answer on every rank.
+    Whatever stands in for torch's functions (an emulated network, a recorder) is not passed by.
+    """
+    return torch_private.calls_are_torchs() and all(
+        tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes <= near.LARGEST
+        for tensor in tensors
+    )
 
 
 def scatter_parts(output: torch.Tensor, input: torch.Tensor, group: Any) -> Handle:
@@ -381,6 +401,25 @@ def control_of(group: dist.ProcessGroup | None) -> Control | None:
         return None
     return _controls.get(
         ranks, lambda: Control(torch_private.default_store(), ranks, dist.get_rank(group))
+    )
+
+
+_near: PerWorld[near.Near | None] = PerWorld()
+
+
+def near_of(group: dist.ProcessGroup | None, device: torch.device) -> near.Near | None:
+    """The memory that the ranks of a group share, all on this host; None where they do not. The
+    first call of a group is a collective one.
+    """
+    control = control_of(group)
+    if group is None or control is None or device.type != "cpu" or not is_gloo(group, device):
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) > near.MOST_RANKS:
+        return None
+    rank, timeout_s = dist.get_rank(group), torch_private.timeout_of(group, device)
+    return _near.get(
+        group.group_name, lambda: near.meet(control.exchange, len(ranks), rank, timeout_s)
     )
 
 

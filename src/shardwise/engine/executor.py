@@ -128,11 +128,8 @@ class TensorReduction(Reduction):
 class TensorExecutor:
     """Moves one engine's tensors, on three lanes: gathers, scatters, sums over replicas."""
 
-    def __init__(
-        self, device: torch.device, arena: Arena | None = None, plain_scatters: bool = True
-    ) -> None:
+    def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
         self.arena = arena  # lends the memory of a step, where a Plan says so
-        self._plain_scatters = plain_scatters  # as Group.reduce_scatter has it
         self.gathers, self.scatters, self.replicas = Lane(device), Lane(device), Lane(device)
         self.ordered = self.gathers.ordered
         # In this backward: the lanes that were used.
@@ -317,8 +314,7 @@ class TensorExecutor:
             if gradients.exchanges:
                 handle = self._order(self._exchange(unit, slot, rows))
             else:
-                plain = self._plain_scatters
-                handle = self._order(group.reduce_scatter(rows, slot, custom, plain))
+                handle = self._order(group.reduce_scatter(rows, slot, custom))
         reduction.held = TensorHeld(rows, into_sums, loan)
         reduction.lane, reduction.pending = lane, handle
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import processor
 from shardwise.engine import process
-from shardwise.engine.collectives import Group, PerWorld, control_of
+from shardwise.engine.collectives import Group, PerWorld, control_of, near_of
 from shardwise.engine.torch_private import (
     DTensorSpec,
     completed,
@@ -140,7 +140,8 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     k = plan.keep_after_forward
     # DTensors live on the caller's mesh, or on the axes that are there.
     seen = both if own is not None or plan.replicate > 1 else both["shard"]
-    return groups_on(both, axes, device, seen, 0 if k is None or isinstance(k, bool) else k)
+    keep = 0 if k is None or isinstance(k, bool) else k
+    return groups_on(both, axes, device, seen, keep, plain=False)
 
 
 def groups_on(
@@ -149,10 +150,11 @@ def groups_on(
     device: torch.device,
     seen: DeviceMesh | None = None,
     keep: int = 0,
+    plain: bool = True,
 ) -> Mesh:
     """This rank's groups on a mesh whose dims are `axes`: replicate, shard, or both. Users see
     DTensors on `seen`, or on the mesh itself. With `keep`, neighbours in groups of that size hold a
-    unit together.
+    unit together. `plain` as `Group` has it.
     """
     # What a process needs before its first sharded model: said or done once.
     warn_if_untested()
@@ -161,27 +163,35 @@ def groups_on(
     if device.type == "cpu":
         processor.settle()
         process.keep_heap()
-    replicate, shard = (_group(axis, mesh, axes) for axis in AXES)
+    replicate, shard = (_group(axis, mesh, axes, device, plain) for axis in AXES)
     if not keep:
         return Mesh(device, replicate, shard, seen or mesh)
     key = (mesh.device_type, tuple(mesh.mesh.flatten().tolist()), keep)
     small = _meshes.get(key, lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, keep)))
-    kept = _group("keep", small, ("outer", "keep"))
+    kept = _group("keep", small, ("outer", "keep"), device, plain)
     return Mesh(device, replicate, shard, seen or mesh, kept, small)
 
 
-def _group(axis: str, mesh: DeviceMesh, axes: tuple[str, ...]) -> Group:
+def _group(
+    axis: str, mesh: DeviceMesh, axes: tuple[str, ...], device: torch.device, plain: bool
+) -> Group:
     """The group along one axis of a mesh; this rank by itself where the mesh lacks it."""
     if axis not in axes:
         return Group(axis, None, 1, 0, None)
     dim = axes.index(axis)
     group = mesh.get_group(dim)
-    return Group(axis, group, mesh.size(dim), mesh.get_local_rank(dim), control_of(group))
+    size, rank, near = mesh.size(dim), mesh.get_local_rank(dim), None
+    if not plain:
+        near = near_of(group, device)
+    return Group(axis, group, size, rank, control_of(group), plain, near)
 
 
 def unsharded(mesh: Mesh) -> Mesh:
     """Groups for what every rank keeps whole: summed over all ranks, and seen on the same mesh."""
-    everyone = Group("all", dist.group.WORLD, dist.get_world_size(), dist.get_rank(), None)
+    world = dist.group.WORLD
+    near = None if mesh.shard.plain else near_of(world, mesh.device)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    everyone = Group("all", world, size, rank, None, mesh.shard.plain, near)
     return Mesh(mesh.device, everyone, Group("shard", None, 1, 0, None), mesh.device_mesh)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import functools
 import importlib.util
 import os
@@ -88,6 +89,22 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any
 
 def all_to_all(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
     return dist.all_to_all_single(output, input, group=group, async_op=True)
+
+
+_OWN = {name: getattr(dist, name) for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce")}
+
+
+def calls_are_torchs() -> bool:
+    """Whether nothing stands in the place of torch's own collectives."""
+    return all(getattr(dist, name) is own for name, own in _OWN.items())
+
+
+def timeout_of(group: Any, device: torch.device) -> float:
+    """How many seconds a group's backend waits for other ranks. Without it messages that pass the
+    backend by would wait for another time than the program has asked for.
+    """
+    wait: datetime.timedelta = group._get_backend(device).options._timeout
+    return wait.total_seconds()
 
 
 @functools.cache

@@ -243,12 +243,10 @@ def _scatter(
     with path.lane.behind_compute:
         packed = _pack(gradients, ranks, mine) if path.lane.ordered else None
         if packed is not None:
-            return _start(
-                mine, path, path.group.reduce_scatter(mine, packed.slot.flat, plain=False), packed
-            )
+            return _start(mine, path, path.group.reduce_scatter(mine, packed.slot.flat), packed)
         slot = mine.new_empty((ranks, rows))
         chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
-        handle = path.group.reduce_scatter(mine, slot.view(-1), plain=False)
+        handle = path.group.reduce_scatter(mine, slot.view(-1))
         return _start(mine, path, handle, (slot, gradients))
 
 
