@@ -26,6 +26,7 @@ from torch.nn import functional
 from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
 from shardwise.emulation.run import fake_group
 from shardwise.engine.api import shard
+from shardwise.engine.collectives import near_of
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import describe
 from shardwise.profiling.timing import (
@@ -37,6 +38,7 @@ from shardwise.profiling.timing import (
 )
 
 Tell = Callable[[str], None]
+MOST_SHARE = 0.95  # of the compute, that communication may take beside it
 LAUNCH_CYCLES = 40_000  # of a GPU, while its host launches one kernel: about 20 us
 MOST_LAUNCHES = 400  # fewer than a stream holds before the host has to wait
 HOST_WORLD = 8  # ranks of the fake group that the host's own work is measured with
@@ -172,31 +174,35 @@ def measure_device(device: str, effort: Effort, ready: Callable[[], None], tell:
     return Findings(matmul, attention, copy, timer(lambda: tiny.add_(1.0)))
 
 
-def measure_links(found: Findings, effort: Effort, tell: Tell, hosts: int = 1) -> None:
-    """Collectives of gloo ranks, and a collective call. With several hosts by axis of the mesh
+def measure_links(
+    found: Findings, effort: Effort, tell: Tell, hosts: int = 1, plain: bool = False
+) -> None:
+    """Collectives of gloo ranks, and a collective call, as the engine makes them under a Plan; if
+    `plain`, as torch's engines do. With several hosts by axis of the mesh
     (hosts, ranks of one): inside each host, one rank of each, and all ranks. All groups of an axis
     are busy at once, as in training; so ranks of one host share its link.
     """
-    ranks = dist.get_world_size()
+    ranks, measure = dist.get_world_size(), functools.partial(_measure_group, plain)
     local = ranks // hosts
     if hosts == 1:
-        found.collectives += _measure_group(None, 1, effort, tell, "")
+        found.collectives += measure(None, 1, effort, tell, "")
     else:
         mesh = init_device_mesh("cpu", (hosts, local))
         if local > 1:
-            found.collectives += _measure_group(mesh.get_group(1), 1, effort, tell, " in a host")
-        across = _measure_group(mesh.get_group(0), 1, effort, tell, " between hosts")
+            found.collectives += measure(mesh.get_group(1), 1, effort, tell, " in a host")
+        across = measure(mesh.get_group(0), 1, effort, tell, " between hosts")
         if local > 1:
-            across += _measure_group(None, local, effort, tell, " of all ranks")
+            across += measure(None, local, effort, tell, " of all ranks")
         found.between_hosts += across
     tell("issuing a collective")
-    found.issue = effort.pick(time_calls("all_reduce", 4 * ranks, effort.samples * 3))
+    calls = time_calls("all_reduce", 4 * ranks, effort.samples * 3, plain=plain)
+    found.issue = effort.pick(calls)
     tell("compute beside communication")
-    found.share = _measure_share(effort)
+    found.share = _measure_share(effort, plain)
 
 
 def _measure_group(
-    group: Any, inside: int, effort: Effort, tell: Tell, where: str
+    plain: bool, group: Any, inside: int, effort: Effort, tell: Tell, where: str
 ) -> list[CollectivePoint]:
     """Every collective of a group by size; all ranks call it, each with its own group."""
     ranks = dist.get_world_size(group)
@@ -206,7 +212,8 @@ def _measure_group(
         for nbytes in effort.sizes:
             numel = max(ranks, nbytes // 4 // ranks * ranks)
             whole, part = torch.ones(numel), torch.ones(numel // ranks)
-            samples = [_time_together(kind, whole, part, group) for _ in range(effort.samples + 2)]
+            message = kind, whole, part, group, plain
+            samples = [_time_together(*message) for _ in range(effort.samples + 2)]
             taken = effort.pick(samples[2:])
             points.append(CollectivePoint(kind, ranks, nbytes, taken.value, taken.spread, inside))
     return points
@@ -270,11 +277,13 @@ def _slowest_of_all(seconds: float) -> float:
     return float(slowest)
 
 
-def _time_together(kind: str, whole: Tensor, part: Tensor, group: Any = None) -> float:
+def _time_together(
+    kind: str, whole: Tensor, part: Tensor, group: Any = None, plain: bool = False
+) -> float:
     """Seconds of a collective from a common start of all ranks until the last one is done."""
     dist.barrier()
     began = time.perf_counter()
-    issue_collective(kind, whole, part, group).wait()
+    issue_collective(kind, whole, part, group, plain).wait()
     return _slowest_of_all(time.perf_counter() - began)
 
 
@@ -339,8 +348,12 @@ def _measure_attention(device: str, dtype: str, effort: Effort, timer: Timer) ->
     return timer(step).as_rate(flops)
 
 
-def _measure_share(effort: Effort) -> Sampled:
-    """The share of compute that communication takes: products alone, then beside all-reduces."""
+def _measure_share(effort: Effort, plain: bool) -> Sampled:
+    """The share of compute that communication takes: products alone, then beside all-reduces. All
+    of it where the ranks move what they send themselves.
+    """
+    if not plain and near_of(dist.group.WORLD, torch.device("cpu")) is not None:
+        return Sampled(MOST_SHARE, 0.0)
     a = torch.randn(256, 256)
     big = torch.ones(max(effort.sizes, default=2**20) // 4)
 
@@ -352,7 +365,7 @@ def _measure_share(effort: Effort) -> Sampled:
 
     shares = []
     dist.barrier()
-    moving = _time_together("all_reduce", big, big)
+    moving = _time_together("all_reduce", big, big, plain=True)
     count = max(1, int(moving / max(products(10) / 10, 1e-7)))
     for _ in range(effort.samples):
         dist.barrier()
@@ -362,7 +375,7 @@ def _measure_share(effort: Effort) -> Sampled:
         beside = products(count)
         for work in works:
             work.wait()
-        shares.append(min(0.95, max(0.0, 1 - alone / beside)))
+        shares.append(min(MOST_SHARE, max(0.0, 1 - alone / beside)))
     return Sampled(statistics.median(shares), spread(shares))  # a ratio: no sample is undisturbed
 
 

@@ -135,6 +135,16 @@ class Group:
     plain: bool = True
     near: near.Near | None = None
 
+    @classmethod
+    def of(
+        cls, axis: str, group: dist.ProcessGroup | None, device: torch.device, plain: bool = False
+    ) -> Group:
+        """A group of torch's (None: all ranks). Where it is not `plain`, all of its ranks call."""
+        group = group or dist.group.WORLD
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        found = None if plain else near_of(group, device)
+        return cls(axis, group, size, rank, control_of(group), plain, found)
+
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, custom: Any = None) -> Handle:
         """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part
         of `output`. `custom` is called instead of torch.distributed, with torch's AllGather's
@@ -253,10 +263,8 @@ def is_gloo(group: Any, device: torch.device) -> bool:
 
 
 def goes_near(*tensors: torch.Tensor) -> bool:
-    """Whether memory that ranks share carries a message of these: the same answer on every rank.
-    Whatever stands in for torch's functions (an emulated network, a recorder) is not passed by.
-    """
-    return torch_private.calls_are_torchs() and all(
+    """Whether memory that ranks share carries a message of these: the same answer on all ranks."""
+    return all(
         tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes <= near.LARGEST
         for tensor in tensors
     )
@@ -409,7 +417,8 @@ _near: PerWorld[near.Near | None] = PerWorld()
 
 def near_of(group: dist.ProcessGroup | None, device: torch.device) -> near.Near | None:
     """The memory that the ranks of a group share, all on this host; None where they do not. The
-    first call of a group is a collective one.
+    first call of a group is a collective one. If something stands in for torch's functions on any
+    of them (an emulated network, a recorder) it is not passed by.
     """
     control = control_of(group)
     if group is None or control is None or device.type != "cpu" or not is_gloo(group, device):
@@ -418,9 +427,12 @@ def near_of(group: dist.ProcessGroup | None, device: torch.device) -> near.Near 
     if len(ranks) > near.MOST_RANKS:
         return None
     rank, timeout_s = dist.get_rank(group), torch_private.timeout_of(group, device)
-    return _near.get(
-        group.group_name, lambda: near.meet(control.exchange, len(ranks), rank, timeout_s)
-    )
+
+    def meet() -> near.Near | None:
+        offers = torch_private.calls_are_torchs()
+        return near.meet(control.exchange, len(ranks), rank, timeout_s, offers)
+
+    return _near.get(group.group_name, meet)
 
 
 @dataclass(frozen=True)

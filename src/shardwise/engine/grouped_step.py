@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine import checks, torch_private
-from shardwise.engine.collectives import Group, Handle, control_of, digest
+from shardwise.engine.collectives import Group, Handle, digest
 from shardwise.engine.local_step import is_number
 from shardwise.engine.parameter_runs import ELEMENTWISE
 from shardwise.errors import UserError
@@ -212,9 +212,8 @@ class GroupedStep:
         self._counted, self._pointers = _counts(optimizer), _pointers(parameters)
         shapes = [tuple(p.shape) for p in parameters]
         dtypes = [p.dtype for p in parameters]
-        group = settings.group
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.ranks = Group("shard", group, size, rank, control_of(group))
+        self.ranks = Group.of("shard", settings.group, parameters[0].device)
+        size = self.ranks.size
         laid_out = lay_out_messages(
             shapes, dtypes, [p.element_size() for p in parameters], size, *settings[1:]
         )

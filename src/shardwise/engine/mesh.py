@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import processor
 from shardwise.engine import process
-from shardwise.engine.collectives import Group, PerWorld, control_of, near_of
+from shardwise.engine.collectives import Group, PerWorld
 from shardwise.engine.torch_private import (
     DTensorSpec,
     completed,
@@ -178,20 +178,12 @@ def _group(
     """The group along one axis of a mesh; this rank by itself where the mesh lacks it."""
     if axis not in axes:
         return Group(axis, None, 1, 0, None)
-    dim = axes.index(axis)
-    group = mesh.get_group(dim)
-    size, rank, near = mesh.size(dim), mesh.get_local_rank(dim), None
-    if not plain:
-        near = near_of(group, device)
-    return Group(axis, group, size, rank, control_of(group), plain, near)
+    return Group.of(axis, mesh.get_group(axes.index(axis)), device, plain)
 
 
 def unsharded(mesh: Mesh) -> Mesh:
     """Groups for what every rank keeps whole: summed over all ranks, and seen on the same mesh."""
-    world = dist.group.WORLD
-    near = None if mesh.shard.plain else near_of(world, mesh.device)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    everyone = Group("all", world, size, rank, None, mesh.shard.plain, near)
+    everyone = Group.of("all", None, mesh.device, mesh.shard.plain)
     return Mesh(mesh.device, everyone, Group("shard", None, 1, 0, None), mesh.device_mesh)
 
 

@@ -34,9 +34,11 @@ from typing import Any
 
 import torch
 
+from shardwise.planning.executor import NEAR_BYTES, NEAR_RANKS
+
 OFF = "SHARDWISE_SHARED_MEMORY"  # "0" leaves everything to gloo
-MOST_RANKS = 8  # every rank reads what all others sent: beyond, gloo's ring is less work
-LARGEST = 64 * 2**20  # bytes of one message; larger ones are gloo's
+# Every rank reads what all others sent: of more ranks, gloo's ring is less work.
+MOST_RANKS, LARGEST = NEAR_RANKS, NEAR_BYTES
 _REGION = 64 * 2**30  # addresses of a region: pages are taken when they are first written
 _ENTRIES = 1024  # messages of a rank that somebody may still have to read
 _HEAD, _ENTRY = 8, 4  # words of 8 bytes
@@ -335,11 +337,13 @@ class _Timespec(ctypes.Structure):
 Exchange = Callable[[object], list[Any]]
 
 
-def meet(exchange: Exchange, size: int, rank: int, timeout_s: float) -> Near | None:
+def meet(
+    exchange: Exchange, size: int, rank: int, timeout_s: float, offers_memory: bool = True
+) -> Near | None:
     """The memory that all ranks of a group share, if each can map that of each; else None, on all
     of them. All call it, and `exchange` tells everybody's word to everybody.
     """
-    fd, offer = _make_region(size)
+    fd, offer = _make_region() if offers_memory else (-1, None)
     try:
         offers = exchange(offer)
         hosts, pids = ({each[i] for each in offers if each is not None} for i in (0, 1))
@@ -355,7 +359,7 @@ def meet(exchange: Exchange, size: int, rank: int, timeout_s: float) -> Near | N
     return Near(regions, rank, timeout_s)
 
 
-def _make_region(ranks: int) -> tuple[int, tuple[str, int, int, int] | None]:
+def _make_region() -> tuple[int, tuple[str, int, int, int] | None]:
     """A new region, and how others find it: on which host, in which process, by which number, and
     what stands in it; none where there cannot be one.
     """

@@ -90,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for numbered in groups:
             numbered["params"] = self._pieces_of(numbered["params"])
         self.inner = optimizer_class(groups, **defaults)
-        self._ranks = Group("shard", group, self.world, self.rank, None)
+        self._ranks = Group.of("shard", group, self._parameters[0].device)
         self._messages = list(cut_messages(self._parameters, message_bytes))
         # What each message's update steps, by the inner optimizer's groups; None: all at once.
         self._updates: list[list[list[torch.Tensor]]] | None = None

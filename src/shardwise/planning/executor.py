@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shardwise.planning.plan import Plan
 
 COMPUTE = "compute"
+# Ranks of one host send through memory that they share: groups of so many, messages of so many
+# bytes at most. That memory is the messages' own, and counted nowhere, as gloo's own is not.
+NEAR_RANKS, NEAR_BYTES = 8, 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,9 @@ class Listener(Protocol):
         self, kind: str, unit: str, axis: str, nbytes: int, ranks: int, after: Any, written: float
     ) -> int:
         """A collective on its group's stream; `written` bytes arrive on this rank."""
+
+    def is_near(self, axis: str, ranks: int) -> bool:
+        """Whether the ranks of a group are on one host, which moves the data itself."""
 
     def engine_work(self, name: str, unit: str) -> None:
         """The engine's own work to gather or reduce one unit."""
@@ -356,7 +362,8 @@ class PlannedExecutor:
             self._collective(reduction, "all_to_all", "scatter", "shard", slot, ranks, slot)
         else:
             self._collective(reduction, "reduce_scatter", "scatter", "shard", slot, ranks, rows)
-            if not self.ordered:
+            shared = ranks <= NEAR_RANKS and slot <= NEAR_BYTES
+            if not self.ordered and not (shared and self.listener.is_near("shard", ranks)):
                 # gloo's ranks get parts and add them, in the collective's time
                 reduction.exchanged = slot
                 self.listener.hold("slots", slot)

@@ -80,6 +80,9 @@ class Counter:
     def copy(self, *_: Any) -> int:
         return -1
 
+    def is_near(self, axis: str, ranks: int) -> bool:
+        return False
+
     def engine_work(self, *_: Any) -> None: ...
 
     def behind_compute(self) -> tuple[int, ...]:

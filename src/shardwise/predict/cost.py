@@ -117,6 +117,13 @@ class Costs:
             self._links[members] = "+".join(hop.level.name for hop in hops)
         return self._links[members]
 
+    def is_near(self, members: Members) -> bool:
+        """Whether a group of ranks is on one host, which moves the data itself."""
+        if self.streams or self.emulated:
+            return False
+        hops = find_hops(self.cluster, members)
+        return len(hops) == 1 and hops[0].level is self.cluster.levels[0]
+
     @property
     def share(self) -> float:
         """Of the compute, that a collective takes from its arrival to its end."""

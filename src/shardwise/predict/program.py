@@ -186,6 +186,9 @@ class Builder:
             )
         )
 
+    def is_near(self, axis: str, ranks: int) -> bool:
+        return self.costs.is_near(Members(ranks, self.strides.get(axis, 1)))
+
     def engine_work(self, name: str, unit: str) -> None:
         """The engine's own Python to gather, cast or reduce one unit: the host's time, and on a CPU
         compute's as well.

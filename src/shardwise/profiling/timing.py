@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import scatter_parts
+from shardwise.engine.collectives import Group
 from shardwise.engine.executor import marked
+from shardwise.engine.near import OFF
 from shardwise.kernels.torch_private import spin
 
 Step = Callable[[], None]
@@ -39,6 +40,7 @@ Moment = torch.cuda.Event | float  # of a CUDA device's current stream, or of th
 AHEAD = 1.3  # the head start of the host, in times it takes to issue a step
 
 foreach_copy_ = torch_private.foreach_copy_  # for whoever times what the engine does
+SHARED_MEMORY = OFF  # "0" in the environment: ranks of one host talk by gloo alone
 
 
 @dataclass(frozen=True)
@@ -214,20 +216,25 @@ def seconds_between(start: Moment, end: Moment) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def issue_collective(kind: str, whole: torch.Tensor, part: torch.Tensor, group: Any = None) -> Any:
-    """One collective of a group (None: of all ranks) as the engine calls it, to be waited for;
-    `part` is this rank's of `whole`.
+def issue_collective(
+    kind: str, whole: torch.Tensor, part: torch.Tensor, group: Any = None, plain: bool = False
+) -> Any:
+    """One collective of a group (None: of all ranks) as the engine calls it under a Plan, or, if
+    `plain`, as torch's engines do; to be waited for. `part` is this rank's of `whole`.
     """
+    ranks = Group.of("all", group, whole.device, plain)
     if kind == "all_gather":
-        return torch_private.all_gather(whole, part, group)
+        return ranks.all_gather(whole, part)
     if kind == "reduce_scatter":
-        return scatter_parts(part, whole, group)
-    return dist.all_reduce(whole, group=group, async_op=True)
+        return ranks.reduce_scatter(part, whole)
+    return ranks.all_reduce(whole)
 
 
-def time_calls(kind: str, nbytes: int, count: int, group: Any = None) -> list[float]:
+def time_calls(
+    kind: str, nbytes: int, count: int, group: Any = None, plain: bool = False
+) -> list[float]:
     """Seconds that the calls of a collective of `nbytes` take, over a group (None: all ranks),
-    before anything is waited for; all ranks call it.
+    before anything is waited for; all ranks call it. `plain`: by torch's own calls.
     """
     ranks = dist.get_world_size(group)
     whole = torch.ones(nbytes // 4)
@@ -236,7 +243,7 @@ def time_calls(kind: str, nbytes: int, count: int, group: Any = None) -> list[fl
     for _ in range(count):
         dist.barrier()
         began = time.perf_counter()
-        handle = issue_collective(kind, whole, part, group)
+        handle = issue_collective(kind, whole, part, group, plain)
         samples.append(time.perf_counter() - began)
         handle.wait()
     return samples

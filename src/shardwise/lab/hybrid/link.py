@@ -18,7 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.calibration.calibrate import assemble, measure_as_rank
-from shardwise.calibration.measure import CPU, HOST_WORLD, QUICK, Effort, measure_unit
+from shardwise.calibration.measure import (
+    CPU,
+    HOST_WORLD,
+    NOTHING,
+    QUICK,
+    Effort,
+    Findings,
+    Tell,
+    measure_links,
+    measure_unit,
+)
 from shardwise.description.cluster import COLLECTIVES, Cluster, Level
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
 from shardwise.description.preset import Preset
@@ -72,6 +82,9 @@ def measure(
 
 # On each rank
 
+# What torch's engines find of links: between ranks of one host they send by gloo, ours do not.
+BY_TORCH = ("collectives", "between_hosts", "issue", "share")
+
 
 def measure_rank(
     case: HybridCase, candidates: list[tuple[str, str]], warmup: int, steps: int, effort: Effort
@@ -89,20 +102,31 @@ def measure_rank(
     say("calls and links")
     inner = init_device_mesh("cpu", MESH).get_group(1)
     calls = {
-        kind: [
-            (size, statistics.median(time_calls(kind, size, effort.samples, inner)))
-            for size in effort.sizes
-        ]
-        for kind in COLLECTIVES
+        engine: {
+            kind: [
+                (size, statistics.median(time_calls(kind, size, effort.samples, inner, plain)))
+                for size in effort.sizes
+            ]
+            for kind in COLLECTIVES
+        }
+        for engine, plain in (("shardwise", False), ("torch", True))
     }
     first = dist.get_rank() == 0  # the group is left on the way
-    measured = measure_as_rank(effort, lambda text: say(f"  {text}") if first else None)
-    cluster = assemble("two-hosts", *measured, "cpu", RANKS, None, hosts=MESH[0])
+    tell: Tell = lambda text: say(f"  {text}") if first else None  # noqa: E731
+    by_torch = Findings({}, {}, NOTHING, NOTHING)
+    measure_links(by_torch, effort, tell, MESH[0], plain=True)
+    measured, host = measure_as_rank(effort, tell)
+    links = {name: getattr(by_torch, name) for name in BY_TORCH}
+    findings = {"shardwise": measured, "torch": dataclasses.replace(measured, **links)}
+    clusters = {
+        engine: assemble("two-hosts", each, host, "cpu", RANKS, None, hosts=MESH[0])
+        for engine, each in findings.items()
+    }
     return found | {
         "torch_unit_s": _measure_torch_unit(case.stack, effort),
         "micro_batch_s": {size: side.step_ms / 1e3 for size, side in alone.items()},
         "calls": calls,
-        "cluster": write_cluster(cluster.cluster, cluster.spreads),
+        "clusters": {name: write_cluster(c.cluster, c.spreads) for name, c in clusters.items()},
     }
 
 
@@ -124,7 +148,7 @@ def _sum_up(
     case: HybridCase, engine: str, mode: str, rate: str, rounds: list[dict[str, Any]]
 ) -> dict[str, Any]:
     steps_ms = [ms for found in rounds for ms in found["steps_ms"][f"{engine}/{mode}"]]
-    clusters = [parse_cluster(found["cluster"], "two-hosts") for found in rounds]
+    clusters = [parse_cluster(found["clusters"][engine], "two-hosts") for found in rounds]
     predicted = [
         _predict(case, engine, mode, cluster, found)
         for cluster, found in zip(clusters, rounds, strict=True)
@@ -163,7 +187,7 @@ def _predict(
         cluster = dataclasses.replace(cluster, host=host)
     calls: dict[str, Points] = {
         kind: tuple((size, seconds) for size, seconds in points)
-        for kind, points in found["calls"].items()
+        for kind, points in found["calls"][engine].items()
     }
     costs = dataclasses.replace(Costs.of(cluster), call_points=calls)
     alone = {int(size): seconds for size, seconds in found["micro_batch_s"].items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,13 @@ from shardwise.lab.parallel import document
 from shardwise.lab.processes import ask_ranks, time_on_ranks
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table
-from shardwise.profiling.timing import Step, issue_collective, no_garbage_collection, spread
+from shardwise.profiling.timing import (
+    SHARED_MEMORY,
+    Step,
+    issue_collective,
+    no_garbage_collection,
+    spread,
+)
 
 MB = 10**6
 SAMPLES = (3, 15)  # at least and at most, of one message
@@ -85,6 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
             say(f"{ranks} ranks: calibrating, then {len(fits)} messages")
             backend = BOTH if nccl else "gloo"
             effort = QUICK if arguments.quick else CALIBRATED
+            os.environ[SHARED_MEMORY] = "0"  # the table is of backends
             answer = ask_ranks(measure, fits, effort, world=ranks, backend=backend)
             cluster = describe_links(ranks, answer["points"])
             for case, found in zip(fits, answer["messages"], strict=True):
