@@ -244,11 +244,15 @@ def train(strategy: str, by_gloo: bool) -> list[float]:
     """Some steps of a Plan."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)])
-    sw.shard(model, sw.Plan.of(strategy, mesh=dist.get_world_size()))
-    groups = {id(g): g for u in engine_of(model).units for g in (u.mesh.shard, u.mesh.replicate)}
-    assert any(group.near is not None for group in groups.values())
-    for group in groups.values() if by_gloo else ():
-        group.near = None
+    found = collectives.near_of
+    try:
+        if by_gloo:
+            collectives.near_of = lambda *_: None
+        sw.shard(model, sw.Plan.of(strategy, mesh=dist.get_world_size()))
+    finally:
+        collectives.near_of = found
+    mesh = engine_of(model).units[0].mesh
+    assert all(each.near is None for each in (mesh.shard, mesh.replicate)) == by_gloo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         torch.manual_seed(step)

@@ -46,9 +46,11 @@ def _visited() -> list[str]:
 
 
 def test_a_step_visits_few_files(two: Ranks) -> None:
-    """The watch hears of a step, by one file, and does nothing to it."""
+    """The watch hears of a step, by one file, and does nothing to it. One is the wire between ranks
+    of one host: what gloo and NCCL are elsewhere, which nobody has to read.
+    """
     visited = two.run(_visited)[0]
-    heard = [file for file in visited if file.startswith("watch/")]
-    assert heard == ["watch/page.py"]
-    assert len(visited) - len(heard) <= MOST_FILES, "\n".join(visited)
+    beside = [file for file in visited if file.startswith("watch/") or file == "engine/near.py"]
+    assert beside == ["engine/near.py", "watch/page.py"]
+    assert len(visited) - len(beside) <= MOST_FILES, "\n".join(visited)
     assert {"schedule/moments.py", "engine/executor.py"} <= set(visited)

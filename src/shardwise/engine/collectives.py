@@ -20,7 +20,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.engine import marks, near, torch_private
+from shardwise.engine import marks, torch_private
+from shardwise.engine.near import LARGEST, MOST_RANKS, Message, Near, meet
 from shardwise.planning.memory import sent_bytes
 from shardwise.watch import rank as watched
 from shardwise.watch.page import EXCHANGE, RUNS, USES, WORDS, Track
@@ -133,7 +134,7 @@ class Group:
     rank: int
     control: Control | None  # moves small host values
     plain: bool = True
-    near: near.Near | None = None
+    near: Near | None = None
 
     @classmethod
     def of(
@@ -160,6 +161,15 @@ class Group:
         if self.near is not None and goes_near(input, output):
             return _issued(self.near.all_gather(output, input))
         return _issued(torch_private.all_gather(output, input, self.group))
+
+    def post(self, source: torch.Tensor, dtype: torch.dtype) -> tuple[Handle, Message]:
+        """An all-gather of everybody's `source` as `dtype`, through shared memory: the message's
+        parts are there once the handle was waited for, and stay until the message is ended.
+        """
+        assert self.near is not None
+        self._note_bytes("all_gather", source.numel() * dtype.itemsize * self.size)
+        message = self.near.post(source, dtype)
+        return _issued(message), message
 
     def all_gather_grouped(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -249,7 +259,10 @@ class Group:
 
     def _note(self, name: str, *tensors: torch.Tensor) -> None:
         if open_records or marks.on is not None:
-            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self._note_bytes(name, sum(t.numel() * t.element_size() for t in tensors))
+
+    def _note_bytes(self, name: str, nbytes: int) -> None:
+        if open_records or marks.on is not None:
             for log in open_records:
                 if log.world is dist.group.WORLD:
                     log.calls.append(Call(name, self.axis, nbytes, self.size))
@@ -265,7 +278,7 @@ def is_gloo(group: Any, device: torch.device) -> bool:
 def goes_near(*tensors: torch.Tensor) -> bool:
     """Whether memory that ranks share carries a message of these: the same answer on all ranks."""
     return all(
-        tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes <= near.LARGEST
+        tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes <= LARGEST
         for tensor in tensors
     )
 
@@ -412,10 +425,10 @@ def control_of(group: dist.ProcessGroup | None) -> Control | None:
     )
 
 
-_near: PerWorld[near.Near | None] = PerWorld()
+_near: PerWorld[Near | None] = PerWorld()
 
 
-def near_of(group: dist.ProcessGroup | None, device: torch.device) -> near.Near | None:
+def near_of(group: dist.ProcessGroup | None, device: torch.device) -> Near | None:
     """The memory that the ranks of a group share, all on this host; None where they do not. The
     first call of a group is a collective one. If something stands in for torch's functions on any
     of them (an emulated network, a recorder) it is not passed by.
@@ -424,15 +437,15 @@ def near_of(group: dist.ProcessGroup | None, device: torch.device) -> near.Near 
     if group is None or control is None or device.type != "cpu" or not is_gloo(group, device):
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
-    if len(ranks) > near.MOST_RANKS:
+    if len(ranks) > MOST_RANKS:
         return None
     rank, timeout_s = dist.get_rank(group), torch_private.timeout_of(group, device)
 
-    def meet() -> near.Near | None:
+    def make() -> Near | None:
         offers = torch_private.calls_are_torchs()
-        return near.meet(control.exchange, len(ranks), rank, timeout_s, offers)
+        return meet(control.exchange, len(ranks), rank, timeout_s, offers)
 
-    return _near.get(group.group_name, meet)
+    return _near.get(group.group_name, make)
 
 
 @dataclass(frozen=True)

@@ -127,24 +127,37 @@ Read = Callable[[Sequence[torch.Tensor]], None]  # of all ranks' messages, as by
 
 
 class Message:
-    """A message of this rank's that was issued, and the others' that belong to it: a `Handle`."""
+    """A message of this rank's that was issued, and the others' that belong to it: a `Handle`.
+    `read` brings them together; without it whoever waited takes them from `found`, then `end`s.
+    """
 
-    def __init__(self, near: Near, number: int, entry: tuple[int, int], read: Read) -> None:
-        self._near, self._number, self._entry = near, number, entry
-        self._read: Read | None = read
+    def __init__(self, near: Near, number: int, entry: tuple[int, int], read: Read | None) -> None:
+        self._near, self._number, self._entry, self._read = near, number, entry, read
+        self.found: Sequence[torch.Tensor] = ()  # of all ranks, as bytes, once they are there
+        self._ended = False
 
     def wait(self) -> None:
-        """Wait until all have sent theirs, and bring them together."""
-        read, self._read = self._read, None
-        if read is not None:
-            try:
-                read(self._near.receive(self._number, self._entry))
-            finally:
-                self._near.acknowledge(self._number)
+        """Wait until all have sent theirs."""
+        if self._ended or self.found:
+            return
+        try:
+            self.found = self._near.receive(self._number, self._entry)
+            if self._read is not None:
+                self._read(self.found)
+        except BaseException:
+            self.end()
+            raise
+        if self._read is not None:
+            self.end()
+
+    def end(self) -> None:
+        """Nobody reads it here any more: its senders may have their memory back."""
+        if not self._ended:
+            self._ended, self.found, self._read = True, (), None
+            self._near.acknowledge(self._number)
 
     def __del__(self) -> None:
-        if self._read is not None:  # nobody wants it any more; its senders want their memory
-            self._near.acknowledge(self._number)
+        self.end()
 
 
 class Near:
@@ -171,6 +184,11 @@ class Near:
                 places[rank].copy_(messages[rank])
 
         return self._issue("all_gather", sent.numel(), [(0, sent)], read)
+
+    def post(self, source: torch.Tensor, dtype: torch.dtype) -> Message:
+        """Every rank's `source` in another dtype, to be read by the caller."""
+        nbytes = source.numel() * dtype.itemsize
+        return self._issue("all_gather", nbytes, [(0, source)], None, dtype)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Message:
         """This rank's part of everybody's `input`, added in the order of the ranks."""
@@ -200,14 +218,20 @@ class Near:
         return self._issue("all_reduce", sent.numel(), [(0, sent)], read)
 
     def _issue(
-        self, kind: str, nbytes: int, pieces: list[tuple[int, torch.Tensor]], read: Read
+        self,
+        kind: str,
+        nbytes: int,
+        pieces: list[tuple[int, torch.Tensor]],
+        read: Read | None,
+        dtype: torch.dtype = torch.uint8,
     ) -> Message:
-        """Copy the pieces of a message of `nbytes` to their places in it, and publish it."""
+        """Copy the pieces of a message to their places in it, as `dtype`, and publish it."""
         self._issued = number = self._issued + 1
         start = self._take(number, nbytes)
         for at, piece in pieces:
             if piece.numel():
-                self._own.bytes_at(start + at, piece.numel()).copy_(piece)
+                size = piece.numel() * dtype.itemsize
+                self._own.bytes_at(start + at, size).view(dtype).copy_(piece)
         own, entry = self._own, (_KINDS[kind], nbytes)
         words, at = own.words, own.entry(number)
         words[at], words[at + 1], words[at + 2] = *entry, start

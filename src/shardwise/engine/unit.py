@@ -20,6 +20,7 @@ from shardwise.engine.gradients import Gradients, slices_of
 from shardwise.engine.mesh import Mesh, MeshPlacement
 from shardwise.engine.storage import Member, Parameters, Take, fingerprint
 from shardwise.engine.torch_private import parameters_of
+from shardwise.planning.executor import NEAR_BYTES
 from shardwise.planning.rows import Layout
 from shardwise.planning.strategies import choose_gather
 from shardwise.schedule.unit import ScheduledUnit, State
@@ -78,14 +79,22 @@ class UnitGather:
         self.copies = source.dtype != full.dtype or source.device != full.device
         self.mode = self._choose(mode)
         # What arrives has to be copied out: `full` is not written before `unpack`.
-        self.stages = self.mode == "packed" and group.size > 1
+        self.stages = self.mode in ("packed", "near") and group.size > 1
+        self._places = [
+            [part[rank] for part in self.parts]
+            for rank in range(group.size if self.mode == "near" else 0)
+        ]
         # A host leaves padding where it is; for a GPU one kernel that copies all is less work.
         self._sparse = layout.mostly_padding and full.device.type == "cpu" and not self.scattered
 
     def _choose(self, asked: str) -> str:
         if self.scattered or self.custom is not None:
             return "packed"
-        device = self.full.device
+        device, ranks = self.full.device, self.group.size
+        # An arena has a place for staging, which was said to be there.
+        free = asked == "auto" and self.lend is None
+        if free and self.group.near is not None and self.full.nbytes <= NEAR_BYTES * ranks:
+            return "near"
         mode = choose_gather(asked, len(self.parts), self.full.nbytes, device.type != "cpu")
         return "packed" if mode == "grouped" and not self.group.groups_calls(device) else mode
 
@@ -119,6 +128,8 @@ class UnitGather:
         if self.group.size == 1:
             self.full.copy_(self.source)
             return DONE, None
+        if self.mode == "near":
+            return self._start_near()
         if self.mode == "packed":
             return self._start_packed()
         inputs = self.pieces
@@ -141,6 +152,22 @@ class UnitGather:
         give, self.staging = self.staging, None
         if give is not None:
             give()
+
+    def _start_near(self) -> tuple[Handle, Unpack]:
+        """The others' pieces are read where they lie, straight to their places."""
+        handle, message = self.group.post(self.source, self.full.dtype)
+        self.staging = message.end
+
+        def unpack() -> None:
+            pieces, places = list(self.pieces), list(self._places[self.group.rank])
+            for rank, found in enumerate(message.found):
+                if rank != self.group.rank:
+                    pieces += found.view(self.full.dtype).split(self.sizes)
+                    places += self._places[rank]
+            torch_private.foreach_copy_(places, pieces)
+            self.give_staging()
+
+        return handle, unpack
 
     def _start_packed(self) -> tuple[Handle, Unpack]:
         ranks, numel = self.group.size, self.source.numel()

@@ -227,10 +227,13 @@ class PlannedExecutor:
         listener, sizes, ranks = self.listener, unit.sizes, unit.shard_ranks
         mode = choose_gather(self.plan.gather, len(sizes.parts), sizes.full, self.ordered)
         coded = sizes.message > 0 and not unit.piece
-        mode = "packed" if coded else mode
+        axis, group = ("keep", unit.piece_ranks) if unit.piece else ("shard", ranks)
+        direct = self.plan.gather == "auto" and not coded and self.lives is None
+        near = direct and self._is_near(axis, group, sizes.full // group)
+        mode = "packed" if coded else "near" if near else mode
         stages = mode == "packed" and ranks > 1
         listener.engine_work("gather" if ranks > 1 else "cast", unit.name)
-        if self.ordered or not stages:
+        if self.ordered or not (stages or near):
             self._allocate(unit)
         before = listener.behind_compute()
         if ranks == 1:
@@ -242,11 +245,10 @@ class PlannedExecutor:
         if staging:
             self._borrow(unit, "staging", staging, "gather")
             self._hold("temporary", staging, unit.loans.get("staging"))
-        if (unit.casts or coded) and not unit.piece:
+        if (unit.casts or coded) and not (unit.piece or near):
             moved = sizes.master + message // ranks
             name = "quantise" if coded else "cast"
             before = (listener.copy(name, unit.name, "gather", moved, before),)
-        axis, group = ("keep", unit.piece_ranks) if unit.piece else ("shard", ranks)
         for nbytes in sizes.parts if mode == "each" else (message,):
             unit.arrives = listener.collective(
                 "all_gather", unit.name, axis, nbytes, group, before, nbytes
@@ -264,12 +266,17 @@ class PlannedExecutor:
         listener = self.listener
         listener.join(unit.arrives)
         unit.arrives = -1
+        self._allocate(unit)
         if unit.staged:
-            self._allocate(unit)
             listener.copy("copy-out", unit.name, COMPUTE, unit.staged + unit.sizes.full)
             self._hold("temporary", -unit.staged, unit.loans.get("staging"))
             self._return(unit, "staging")
             unit.staged = 0
+
+    def _is_near(self, axis: str, ranks: int, nbytes: int) -> bool:
+        """As the engine's groups: a message of so many bytes goes through shared memory."""
+        fits = 1 < ranks <= NEAR_RANKS and nbytes <= NEAR_BYTES
+        return fits and not self.ordered and self.listener.is_near(axis, ranks)
 
     def keep_from_last_step(self, unit: PlannedUnit) -> None:
         """Its full parameters were never freed."""
@@ -362,8 +369,7 @@ class PlannedExecutor:
             self._collective(reduction, "all_to_all", "scatter", "shard", slot, ranks, slot)
         else:
             self._collective(reduction, "reduce_scatter", "scatter", "shard", slot, ranks, rows)
-            shared = ranks <= NEAR_RANKS and slot <= NEAR_BYTES
-            if not self.ordered and not (shared and self.listener.is_near("shard", ranks)):
+            if not (self.ordered or self._is_near("shard", ranks, slot)):
                 # gloo's ranks get parts and add them, in the collective's time
                 reduction.exchanged = slot
                 self.listener.hold("slots", slot)
