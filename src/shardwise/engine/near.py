@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from shardwise.planning.executor import NEAR_BYTES, NEAR_RANKS
+from shardwise.watch import rank as watched
 
 OFF = "SHARDWISE_SHARED_MEMORY"  # "0" leaves everything to gloo
 # Every rank reads what all others sent: of more ranks, gloo's ring is less work.
@@ -46,6 +47,7 @@ _PUBLISHED, _CLOSED, _TOKEN = 0, 1, 2  # words of the head
 _ALIGNED = 4096
 _BLOCK = 2**16  # elements that are added at a time: they stay in the processor's cache
 _LOOK_S = 0.05  # between two looks for a rank that has gone
+_GRACE_S = 4.0  # for the watch, which knows more of what another rank did than this one does
 _KINDS = {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 3}
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -274,6 +276,7 @@ class Near:
             at = region.entry(number)
             kind, nbytes, start = region.words[at : at + 3].tolist()
             if (kind, nbytes) != entry:
+                _leave_to_watch()
                 names = {value: name for name, value in _KINDS.items()}
                 raise RuntimeError(
                     f"ranks of one group call different collectives: message {number} is an "
@@ -313,6 +316,7 @@ class Near:
         """Error if a rank never will, or has not in time."""
         who = f"rank {rank} of a group of {self._size} on this host"
         if gone:
+            _leave_to_watch()
             raise Gone(f"connection closed by peer: {who} has left, and has not {what}")
         if time.monotonic() > until:
             raise Gone(
@@ -347,6 +351,14 @@ def _add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         total.copy_(first[block])
         for part in rest:
             total.add_(part[block])
+
+
+def _leave_to_watch() -> None:
+    """Another rank's fault is about to be an error here. Where ranks are watched, this one is ended
+    first, with one message of what happened where.
+    """
+    if watched.on is not None:
+        time.sleep(_GRACE_S)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
