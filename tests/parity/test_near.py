@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine import collectives, near
+from shardwise.engine import collectives, near, regions
 from shardwise.engine.collectives import Group, near_of
 from shardwise.engine.engine import engine_of
 from tests.ranks import RankError, Ranks
@@ -117,7 +117,7 @@ def send_many(count: int, numel: int) -> tuple[int, bool]:
 
 
 def test_memory_of_messages_is_used_again(ranks):
-    for left, right in ranks.run(send_many, 3 * near._ENTRIES, 1000):
+    for left, right in ranks.run(send_many, 3 * regions.ENTRIES, 1000):
         assert right and left == 0
 
 
@@ -128,10 +128,10 @@ def resident() -> int:
         close.all_reduce(torch.ones(2**18)).wait()  # 1 MiB each
     dist.barrier()
     text = Path("/proc/self/smaps").read_text()
-    regions = [each for each in text.split("\n") if "memfd:shardwise" in each or "Rss:" in each]
+    lines = [each for each in text.split("\n") if "memfd:shardwise" in each or "Rss:" in each]
     sizes = [
         int(rss.split()[1]) * 1024
-        for name, rss in itertools.pairwise(regions)
+        for name, rss in itertools.pairwise(lines)
         if "memfd:shardwise" in name and "Rss:" in rss
     ]
     return max(sizes)
@@ -160,16 +160,16 @@ def test_different_collectives_are_an_error_on_all_ranks(ranks):
 
 def ask_again(host: str, off: bool) -> bool:
     """Whether there would be shared memory if this rank said so of itself."""
-    before, last = near._host, dist.get_rank() == dist.get_world_size() - 1
+    before, last = regions.host, dist.get_rank() == dist.get_world_size() - 1
     if last and host:
-        near._host = lambda: host
+        regions.host = lambda: host
     if last and off:
-        os.environ[near.OFF] = "0"
+        os.environ[regions.OFF] = "0"
     try:
         return near_of(dist.new_group(), CPU) is not None
     finally:
-        near._host = before
-        os.environ.pop(near.OFF, None)
+        regions.host = before
+        os.environ.pop(regions.OFF, None)
 
 
 def test_one_rank_elsewhere_or_without_it_is_enough_for_none(ranks):
@@ -212,7 +212,7 @@ def fork_and_go_on() -> bool:
     child = os.fork()
     if child == 0:
         del handle
-        close.near.__del__()
+        close.near.leave()
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
@@ -318,7 +318,7 @@ def test_the_groups_own_timeout_counts(ranks):
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=60))
 def test_gaps_never_overlap_and_come_together_again(asked):
-    gaps, taken = near.Gaps(10, 210), []
+    gaps, taken = regions.Gaps(10, 210), []
     for nbytes, back in asked:
         start = gaps.take(nbytes)
         if start is not None:

@@ -31,7 +31,7 @@ from torch import nn
 from shardwise.engine import torch_private
 from shardwise.engine.collectives import Group
 from shardwise.engine.executor import marked
-from shardwise.engine.near import OFF
+from shardwise.engine.regions import OFF
 from shardwise.kernels.torch_private import spin
 
 Step = Callable[[], None]
