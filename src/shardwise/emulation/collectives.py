@@ -294,9 +294,11 @@ def in_place_of_torch(stand_in: Any) -> Iterator[None]:
     for name in originals:
         setattr(dist, name, replaced[name])
     torch_private.all_gather_grouped = stand_in.all_gather_grouped
+    outside, torch_private.emulated = torch_private.emulated, True
     try:
         yield
     finally:
+        torch_private.emulated = outside
         torch_private.all_gather_grouped = grouped
         for name, original in originals.items():
             setattr(dist, name, original)

@@ -199,8 +199,8 @@ class Watched:
         now = perf_counter_ns()
         marks.ranges.append(WaitMark("wait", call.unit, marks.phase, began, now, call))
         if call.end is None:
-            # An emulated network says when it moved the data. Of others, the end of the wait is
-            # the latest moment at which the data can have arrived.
+            # An emulated network says when it moved the data, shared memory when it was there. Of
+            # others, the end of the wait is the latest moment at which it can have arrived.
             call.end = now
             if flow is not None and flow.started is not None and flow.ended is not None:
                 call.begun, call.end = int(flow.started * 1e9), int(flow.ended * 1e9)

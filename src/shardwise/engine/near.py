@@ -49,6 +49,13 @@ class Message:
         self._near, self._number, self._entry, self._read = near, number, entry, read
         self.found: Sequence[torch.Tensor] = ()  # of all ranks, as bytes, once they are there
         self._ended = False
+        # For a profile: it was on its way from when it was published until all others' were.
+        self.started = time.perf_counter()
+        self.ended: float | None = None
+
+    @property
+    def flow(self) -> Message:
+        return self
 
     def wait(self) -> None:
         """Wait until all have sent theirs."""
@@ -56,6 +63,7 @@ class Message:
             return
         try:
             self.found = self._near.receive(self._number, self._entry)
+            self.ended = time.perf_counter()
             if self._read is not None:
                 self._read(self.found)
         except BaseException:

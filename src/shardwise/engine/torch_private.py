@@ -91,6 +91,8 @@ def all_to_all(output: torch.Tensor, input: torch.Tensor, group: Any) -> Any:
     return dist.all_to_all_single(output, input, group=group, async_op=True)
 
 
+# A stand-in for torch's collectives is to be met by every message, on all ranks (`emulation/`).
+emulated = False
 _OWN = {name: getattr(dist, name) for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce")}
 
 

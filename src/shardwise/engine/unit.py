@@ -128,9 +128,9 @@ class UnitGather:
         if self.group.size == 1:
             self.full.copy_(self.source)
             return DONE, None
-        if self.mode == "near":
+        if self.mode == "near" and not torch_private.emulated:
             return self._start_near()
-        if self.mode == "packed":
+        if self.mode in ("near", "packed"):
             return self._start_packed()
         inputs = self.pieces
         if self.copies:
