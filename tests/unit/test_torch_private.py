@@ -89,7 +89,8 @@ def torchs() -> frozenset[str]:
     node = torch.ones(1, requires_grad=True).exp().grad_fn
     kinds = (torch.Tensor, nn.Parameter, nn.Module, DTensor, DeviceMesh, torch.UntypedStorage)
     more = (torch.optim.Optimizer, dist.ProcessGroup, DistributedDataParallel, FSDPState)
-    given = (*kinds, *more, FSDPModule, Shard, type(torch.ops.aten.add.Tensor), type(node))
+    options = dist.ProcessGroupGloo._Options
+    given = (*kinds, *more, options, FSDPModule, Shard, type(torch.ops.aten.add.Tensor), type(node))
     scheduled = torch.optim.SGD([torch.ones(1)], lr=0.1)  # what a scheduler leaves on it
     torch.optim.lr_scheduler.ConstantLR(scheduled)
     scheduled.step()

@@ -119,7 +119,7 @@ class Costs:
 
     def is_near(self, members: Members) -> bool:
         """Whether a group of ranks is on one host, which moves the data itself."""
-        if self.streams or self.emulated:
+        if not self.cluster.host.communicates or self.streams or self.emulated:
             return False
         hops = find_hops(self.cluster, members)
         return len(hops) == 1 and hops[0].level is self.cluster.levels[0]
