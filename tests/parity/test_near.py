@@ -282,7 +282,7 @@ began = time.monotonic()
 try:
     group.all_reduce(torch.ones(4)).wait()
 except ConnectionError as error:
-    print(f"{time.monotonic() - began:.1f} {error}")
+    print(f"{time.monotonic() - began:.1f} {error}", flush=True)
 os._exit(0)
 """
 
