@@ -199,6 +199,22 @@ def test_a_model_without_blocks_is_cut_by_bytes() -> None:
     assert list(units) == ["0..1", "2..3", "4..5"]
 
 
+def test_what_has_no_forward_is_no_unit() -> None:
+    """Its hooks would never run. Lists of lists and a bare module as a namespace: Funnel, VAEs."""
+    stage = nn.Module()
+    stage.block = nn.ModuleList([Block(8, 16)])
+    listed = nn.ModuleList([Block(8, 16), nn.ModuleDict({"a": Block(8, 16)})])
+    model = nn.Sequential(nn.ModuleList([nn.ModuleList([Block(8, 16)]), stage, listed]))
+    plan = Plan.of("zero3", mesh=2)
+    assert list(names_of(plan, model)) == ["0.0.0", "0.1.block.0", "0.2.0", "0.2.1.a"]
+    flat = nn.Sequential(nn.ParameterList([torch.ones(4)]), nn.Linear(4, 4))
+    assert names_of(plan, flat) == {"root": ["0.0"], "1": ["1.weight", "1.bias"]}
+    assert list(names_of(Plan.of("zero3", mesh=2, units=1), flat)) == ["root", "1"]
+    for units in (nn.ModuleList, "0"):
+        with pytest.raises(ValueError, match="match no module with parameters and a forward"):
+            Plan.of("zero3", mesh=2, units=units).resolve(model)
+
+
 def test_units_by_class_pattern_and_count() -> None:
     model = build("even")
     assert list(names_of(Plan.of("zero3", mesh=2, units=nn.Linear), model))[:2] == [

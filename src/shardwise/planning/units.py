@@ -223,7 +223,7 @@ def _find_runs(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> list[Run
         assert isinstance(cut.of, int)
         return _runs_of_count(model, cut.of)
     assert isinstance(cut.of, tuple)
-    modules = [(n, m) for n, m in model.named_modules() if n and any(True for _ in m.parameters())]
+    modules = [(n, m) for n, m in _called(model) if any(True for _ in m.parameters())]
     if cut.by == "class":
         found = [(n, m) for n, m in modules if any(c.__name__ in cut.of for c in type(m).__mro__)]
     else:
@@ -239,8 +239,8 @@ def _find_runs(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> list[Run
         kinds = sorted({type(m).__name__ for _, m in modules})
         seen = kinds if cut.by == "class" else [n for n, _ in modules][:12]
         raise ValueError(
-            f"units by {cut.by} {list(cut.of)} match no module with parameters; the model has "
-            f"{seen}"
+            f"units by {cut.by} {list(cut.of)} match no module with parameters and a forward; the "
+            f"model has {seen}"
         )
     return [[pair] for pair in found]
 
@@ -248,12 +248,13 @@ def _find_runs(model: nn.Module, cut: Cut, bucket_bytes: int | None) -> list[Run
 def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Outermost children of containers that share a class, have submodules and hold parameters.
 
-    A container inside a container (a stage of blocks) counts as a block only if it holds none.
+    A container inside a container (a stage of blocks) counts as a block only if it holds none, and
+    only if it is called: what is inside a list or a bare `nn.Module()` counts in its place.
     """
-    kinds = Counter(
-        type(child) for child in module.children() if any(True for _ in child.parameters())
-    )
-    for name, child in module.named_children():
+    inside = _called_children if isinstance(module, CONTAINERS) else nn.Module.named_children
+    children = list(inside(module))
+    kinds = Counter(type(child) for _, child in children if any(True for _ in child.parameters()))
+    for name, child in children:
         path = f"{prefix}{name}"
         composite = any(True for _ in child.children()) and kinds[type(child)] > 1
         block = isinstance(module, CONTAINERS) and composite
@@ -268,15 +269,31 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
             yield path, child
 
 
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def _called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children; for one without a forward, its own."""
+    for name, child in module.named_children():
+        if _has_forward(child):
+            yield name, child
+        else:
+            yield from ((f"{name}.{inner}", m) for inner, m in _called_children(child))
+
+
+def _called(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules inside `model` whose forward is called: a unit of others would never be gathered.
+    Lists of modules and of parameters have none.
+    """
+    return [(n, m) for n, m in model.named_modules() if n and _has_forward(m)]
+
+
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that hold parameters directly, in the model's order; the model itself is the root's
     business.
     """
-    return [
-        (n, m)
-        for n, m in model.named_modules()
-        if n and any(True for _ in m.parameters(recurse=False))
-    ]
+    return [(n, m) for n, m in _called(model) if any(True for _ in m.parameters(recurse=False))]
 
 
 def _runs_of_count(model: nn.Module, least: int) -> list[Run]:
