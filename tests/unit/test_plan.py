@@ -215,6 +215,17 @@ def test_what_has_no_forward_is_no_unit() -> None:
             Plan.of("zero3", mesh=2, units=units).resolve(model)
 
 
+def test_what_attention_reads_of_its_projection_is_its_own() -> None:
+    """nn.MultiheadAttention never calls `out_proj`."""
+    model = nn.Sequential(nn.MultiheadAttention(64, 2), nn.Linear(64, 64))
+    attention = ["0.in_proj_weight", "0.in_proj_bias", "0.out_proj.weight", "0.out_proj.bias"]
+    for settings in ({"units": 1}, {"bucket_bytes": 4096}):
+        units = names_of(Plan.of("zero3", mesh=2, **settings), model)
+        assert units == {"0": attention, "1": ["1.weight", "1.bias"]}
+    by_class = names_of(Plan.of("zero3", mesh=2, units=nn.Linear), model)
+    assert [name for name in by_class if not name.startswith("root")] == ["1"]
+
+
 def test_units_by_class_pattern_and_count() -> None:
     model = build("even")
     assert list(names_of(Plan.of("zero3", mesh=2, units=nn.Linear), model))[:2] == [

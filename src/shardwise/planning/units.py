@@ -284,9 +284,11 @@ def _called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _called(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules inside `model` whose forward is called: a unit of others would never be gathered.
-    Lists of modules and of parameters have none.
+    Lists of modules and of parameters have none, and attention reads its projection's weights.
     """
-    return [(n, m) for n, m in model.named_modules() if n and _has_forward(m)]
+    attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
+    read = {id(m.out_proj) for m in attentions}
+    return [(n, m) for n, m in model.named_modules() if n and _has_forward(m) and id(m) not in read]
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Module]]:
