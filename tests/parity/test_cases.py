@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -210,6 +211,72 @@ def _opaque(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_18_answers_that_hide_their_tensors(two: Ranks, way: str) -> None:
     two.run(_opaque, way)
+
+
+class Labelled(dict[str, Any]):
+    """Made of more than its pairs."""
+
+    def __init__(self, label: str, **pairs: Any) -> None:
+        super().__init__(**pairs)
+        self.label = label
+
+
+class Row(list[Any]):
+    """Made of its items one by one."""
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(items)
+
+
+@dataclass(frozen=True)
+class Counted:
+    y: torch.Tensor
+    count: int = field(default=0, init=False)
+
+
+def _counted(y: torch.Tensor) -> Counted:
+    made = Counted(y)
+    object.__setattr__(made, "count", 3)
+    return made
+
+
+HELD: dict[str, tuple[Any, Any]] = {  # how a tensor is put in, and taken out with what is beside it
+    "defaultdict": (
+        lambda y: defaultdict(list, y=y),
+        lambda held: (held["y"], held["more"] == [] and type(held) is defaultdict),
+    ),
+    "dict": (lambda y: Labelled("a", y=y), lambda held: (held["y"], held.label == "a")),
+    "list": (lambda y: Row(y, 3), lambda held: (held[0], held[1] == 3 and type(held) is Row)),
+    "set": (lambda y: {y}, lambda held: (*held, type(held) is set)),
+    "dataclass": (_counted, lambda held: (held.y, held.count == 3)),
+}
+
+
+class Hands(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, held: Any) -> Any:
+        put, take = HELD[self.kind]
+        x, kept = take(held)
+        assert kept
+        return put(self.fc(x))
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_18_what_is_cast_keeps_all_else_that_its_container_holds(kind: str) -> None:
+    put, take = HELD[kind]
+    plan = sw.Plan.of("zero3", mesh=1, compute_dtype="bfloat16", output_dtype="float32")
+    model = sw.shard(Hands(kind), plan)
+    given = put(_data())
+    y, kept = take(model(given))
+    assert kept
+    assert y.dtype == torch.float32
+    assert take(given)[0].dtype == torch.float32  # the caller's own is left alone
+    y.sum().backward()
+    assert model.fc.weight.grad is not None
 
 
 CHANGES: dict[str, tuple[Any, str]] = {

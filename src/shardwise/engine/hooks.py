@@ -4,11 +4,12 @@ optimizers tell the engine.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy
@@ -457,28 +458,37 @@ def cast_to(value: Any, dtype: torch.dtype) -> Any:
 
 
 def transform(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor replaced by `change(tensor)`; containers are copied only where
-    something changed.
+    """`value` with every tensor that `tensors_in` finds replaced by `change(tensor)`, in its order;
+    containers are copied only where something changed, with all else that they hold.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set):
         items = [transform(item, change) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
+        if isinstance(value, list):
+            twin: Any = copy.copy(value)
+            twin[:] = items
+            return twin
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         pairs = {key: transform(item, change) for key, item in value.items()}
         if all(pairs[key] is value[key] for key in pairs):
             return value
-        return type(value)(**pairs) if dataclasses.is_dataclass(value) else type(value)(pairs)  # type: ignore[call-arg]
+        if not isinstance(value, MutableMapping):
+            return type(value)(pairs)  # type: ignore[call-arg]
+        twin = copy.copy(value)  # a class may take other arguments, as defaultdict does
+        for key, item in pairs.items():
+            twin[key] = item
+        return twin
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: transform(getattr(value, field.name), change)
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        if all(fields[name] is getattr(value, name) for name in fields):
+        names = [field.name for field in dataclasses.fields(value)]
+        changed = {name: transform(getattr(value, name), change) for name in names}
+        if all(changed[name] is getattr(value, name) for name in names):
             return value
-        return dataclasses.replace(value, **fields)
+        twin = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(twin, name, item)  # a frozen one too
+        return twin
     return value
