@@ -221,10 +221,19 @@ def inside_transform() -> bool:
 
 
 def outside_transforms(function: Call) -> Call:
-    """`function`, for which tensors are plain, not wrapped for the transforms under way."""
+    """`function`, for which tensors are plain, not wrapped for the transforms under way, and which
+    selective checkpointing does not see: it counts operations, and a recomputing forward has others
+    (it gathers ahead).
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            with _outside_selective_checkpoints():
+                return outside(*args, **kwargs)
+        return outside(*args, **kwargs)
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
         if not inside_transform():
             return function(*args, **kwargs)
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -233,6 +242,29 @@ def outside_transforms(function: Call) -> Call:
             return function(*args, **kwargs)
 
     return cast(Call, call)
+
+
+@contextlib.contextmanager
+def _outside_selective_checkpoints() -> Iterator[None]:
+    """Take the modes of selective checkpointing off the stack, and put all back as it was."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as stack
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    selective = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    modes = stack()
+    first = next((i for i, mode in enumerate(modes) if isinstance(mode, selective)), len(modes))
+    taken = [_pop_mode() for _ in modes[first:]]
+    others = [mode for mode in reversed(taken) if not isinstance(mode, selective)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(taken):
+            _push_mode(mode)
 
 
 # Autograd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.parity.dropin.catalog import Api, case
 from tests.parity.dropin.common import (
@@ -317,6 +322,31 @@ def checkpoint_wrappers(api: Api, reentrant: bool) -> None:
         return m(x.clone().requires_grad_()).square().mean()
 
     assert_trains_alike(model, alone, loss=loss)
+
+
+KEPT: dict[str, Any] = {
+    "products": [torch.ops.aten.addmm.default],
+    "everything": lambda *_, **__: CheckpointPolicy.PREFER_SAVE,
+}
+
+
+class RecomputedPartly(Stack):
+    kept = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keep = partial(create_selective_checkpoint_contexts, KEPT[self.kept])
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=keep)
+        return self.head(x)
+
+
+@case(2, kept=tuple(KEPT), reshard=(True, False))
+def selective_checkpointing(api: Api, kept: str, reshard: bool) -> None:
+    """torch counts operations there: those of the engine are not the model's."""
+    alone, model = twins(RecomputedPartly)
+    alone.kept = model.kept = kept
+    wrap(api, model, mesh=line(), reshard_after_forward=reshard)
+    assert_trains_alike(model, alone)
 
 
 @case(2)
