@@ -17,7 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.engine import engine_of, is_sharded
 from shardwise.engine.mesh import default_device
-from shardwise.engine.torch_private import buffers_of, local_of, parameters_of, writes_of
+from shardwise.engine.torch_private import (
+    buffers_of,
+    local_of,
+    outside_transforms,
+    parameters_of,
+    writes_of,
+)
 from shardwise.engine.unit import Unit
 from shardwise.planning.groups import group_by_bytes
 from shardwise.planning.units import MIB
@@ -25,6 +31,7 @@ from shardwise.planning.units import MIB
 BROADCAST_BYTES = 64 * MIB
 
 
+@outside_transforms
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = False, device: torch.device | str | None = None
 ) -> dict[str, torch.Tensor]:

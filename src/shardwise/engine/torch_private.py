@@ -221,24 +221,26 @@ def inside_transform() -> bool:
 
 
 def outside_transforms(function: Call) -> Call:
-    """`function`, for which tensors are plain, not wrapped for the transforms under way, and which
+    """`function`, for which tensors are plain, not wrapped for the transforms under way; which
     selective checkpointing does not see: it counts operations, and a recomputing forward has others
-    (it gathers ahead).
+    (it gathers ahead); and whose own tensors outlive an inference mode that it is called in.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():
-            with _outside_selective_checkpoints():
-                return outside(*args, **kwargs)
-        return outside(*args, **kwargs)
-
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        if not inside_transform():
+        dispatched = torch._C._len_torch_dispatch_stack()
+        if not (dispatched or torch.is_inference_mode_enabled() or inside_transform()):
             return function(*args, **kwargs)
-        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+        with contextlib.ExitStack() as stack:
+            if dispatched:
+                stack.enter_context(_outside_selective_checkpoints())
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            if inside_transform():
+                from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-        with temporarily_clear_interpreter_stack():
+                stack.enter_context(temporarily_clear_interpreter_stack())
             return function(*args, **kwargs)
 
     return cast(Call, call)
@@ -247,12 +249,12 @@ def outside_transforms(function: Call) -> Call:
 @contextlib.contextmanager
 def _outside_selective_checkpoints() -> Iterator[None]:
     """Take the modes of selective checkpointing off the stack, and put all back as it was."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
     from torch.utils._python_dispatch import _pop_mode, _push_mode
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     selective = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
-    modes = stack()
+    modes = current_modes()
     first = next((i for i, mode in enumerate(modes) if isinstance(mode, selective)), len(modes))
     taken = [_pop_mode() for _ in modes[first:]]
     others = [mode for mode in reversed(taken) if not isinstance(mode, selective)]

@@ -306,6 +306,7 @@ class Unit(ScheduledUnit):
             for module, key in member.places:
                 parameters_of(module)[key] = visible
 
+    @torch_private.outside_transforms
     def prepare(self, executor: TensorExecutor) -> None:
         """Make all that only a running unit needs: full parameters, gathers, gradients."""
         p, options = self.parameters, self.options

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import shardwise as sw
 from tests.parity.dropin.catalog import Api, case
 from tests.parity.dropin.common import (
     WIDTH,
@@ -25,6 +26,7 @@ from tests.parity.dropin.common import (
     batch,
     line,
     mesh,
+    optimizers_of,
     raises,
     square_loss,
     twins,
@@ -81,6 +83,31 @@ def scalars_train(api: Api) -> None:
     wrap(api, model, mesh=line())
     assert isinstance(model.gate, DTensor) and model.gate.shape == ()
     assert_trains_alike(model, alone)
+
+
+@case(2, engines=TORCH)
+def inference_before_training_ends_it(api: Api) -> None:
+    model = wrap(api, Stack(), mesh=line())
+    with torch.inference_mode():
+        model(batch(0, 0))
+    with raises(RuntimeError, "nference tensor"):
+        model(batch(0, 0)).sum().backward()
+
+
+@case(2, engines=OURS, first=("forward", "unshard", "state"), reshard=(True, False))
+def inference_before_training(api: Api, first: str, reshard: bool) -> None:
+    """What is made in inference mode and outlives it is made for training."""
+    alone, model = twins(Stack)
+    wrap(api, model, mesh=line(), reshard_after_forward=reshard)
+    opts = optimizers_of("adamw", model, alone)
+    with torch.inference_mode():
+        if first == "forward":
+            assert_close(model(batch(0, 0)), alone(batch(0, 0)), "evaluation")
+        elif first == "unshard":
+            model.unshard()
+        else:
+            assert sw.full_state_dict(model).keys() == alone.state_dict().keys()
+    assert_trains_alike(model, alone, optimizer=opts)
 
 
 class TwoDtypes(nn.Module):
