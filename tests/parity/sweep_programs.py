@@ -509,7 +509,7 @@ def evaluated_zero(run: Run) -> None:
 
 
 @touch(
-    "an optimizer built after an evaluation", dropin="holds the old parameter '(embed|head|norm)."
+    "an optimizer built after an evaluation", dropin="built while '(embed|head|norm).* was gathered"
 )
 def evaluated_optimizer(run: Run) -> None:
     run.evaluate()

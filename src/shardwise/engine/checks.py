@@ -318,9 +318,15 @@ def find_owners(modules: Iterable[nn.Module]) -> dict[int, tuple[str, ...]]:
 
 
 def check_unmoved(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Error if the optimizer is from before sharding."""
+    """Error if the optimizer is from before sharding, or from while parameters were gathered."""
     for parameter in parameters:
         moved = getattr(parameter, "_shardwise_moved", None)
+        if moved is not None and getattr(parameter, "_shardwise_full", False):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built while {moved!r} was gathered, as a forward "
+                "or unshard() leaves it, and holds the full parameter, which is not what trains; "
+                "build the optimizer before the first forward, or after model.reshard()"
+            )
         if moved is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was built before sharding and holds the old parameter "

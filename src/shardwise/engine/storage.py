@@ -241,7 +241,7 @@ class Parameters:
         for i, member in enumerate(self.members):
             shown = self._make_shown(i, self._whole(i))
             # An optimizer built while it is in its place would train nothing.
-            shown.__dict__["_shardwise_moved"] = member.name
+            shown.__dict__.update(_shardwise_moved=member.name, _shardwise_full=True)
             self.shown.append(shown)
 
     def stand_on(self, full: torch.Tensor, buffer: Buffer) -> None:

@@ -270,6 +270,22 @@ def an_early_optimizer_is_an_error(api: Api) -> None:
         _step_an_early_optimizer(api)
 
 
+@case(2, engines=OURS)
+def an_optimizer_of_gathered_parameters_is_an_error(api: Api) -> None:
+    """As torch leaves the root's after an evaluation; its `step` would change nothing there."""
+    alone, model = twins(Stack)
+    wrap(api, model, mesh=line())
+    with torch.no_grad():
+        model(batch(0, 0))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    square_loss(model, batch(0, 0)).backward()
+    with raises(RuntimeError, "SGD was built while 'head.weight' was gathered.*model.reshard()"):
+        opt.step()
+    model.zero_grad()
+    model.reshard()
+    assert_trains_alike(model, alone)
+
+
 def _device_that_the_group_does_not_move() -> DeviceMesh:
     """CPU tensors, on a group that moves CUDA tensors only."""
     return DeviceMesh.from_group(dist.new_group(backend="cuda:gloo"), "cpu")
