@@ -55,6 +55,17 @@ def test_ranks_with_different_plans(two: Ranks, four: Ranks) -> None:
     _raises(four, _other_plan, "forward_prefetch", match=told)
 
 
+def _sparse_gradient(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+    sw.shard(model, sw.Plan.of(name, mesh=dist.get_world_size()))
+    model(torch.arange(4)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero3"))
+def test_a_sparse_gradient_is_named(two: Ranks, name: str) -> None:
+    _raises(two, _sparse_gradient, name, match="gradient of parameter '0.weight' is sparse.*=False")
+
+
 def _uneven_in_a_group(name: str, sync: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = (2, world // 2) if name == "hsdp" else world
