@@ -56,6 +56,7 @@ def test_the_written_plan_fits_the_trainer_s_model(tmp_path: Path) -> None:
         ([*ASK, "--tokens", "-8"], "tokens is -8"),
         ([*ASK, "--budget-gb", "nan"], "budget_gb is nan, expected a number above 0"),
         ([*ASK, "--top", "0"], "--top 0: expected at least 1"),
+        ([*ASK, "--micro-batches", "0"], "--micro-batches 0 do not divide the 8 sequences"),
         ([*ASK, "--out", "/"], "is a folder"),
         ([*ASK, "--what-if", "contention=7"], "contention is 7.0"),
         ([*ASK, "--what-if", "memory_gb=-3"], "--what-if memory_gb=-3: memory_gb is -3.0"),

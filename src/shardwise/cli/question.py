@@ -167,7 +167,8 @@ class Question:
         per_rank = self._samples_of_a_rank(world, sequence, of, example)
         if text is None:
             return Workload(sequence, per_rank, of=of)
-        batch, rest = divmod(per_rank, int(text))
+        count = int(text)
+        batch, rest = divmod(per_rank, count) if count else (0, 0)
         if rest or not batch:
             raise UserError(f"--micro-batches {text} do not divide the {per_rank} {of} of a rank")
         return Workload.uneven(sequence, parse_micro_batches(text, batch), of=of)
