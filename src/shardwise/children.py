@@ -31,6 +31,7 @@ _CAUSES: dict[int, str] = {
 
 
 STOPPED = 75  # exit code: ended when told to, and saved; EX_TEMPFAIL, run it again
+UNREAD = 128 + signal.SIGPIPE  # exit code: whoever read the output left (`| head`)
 
 
 class Stopped(Exception):
@@ -52,6 +53,21 @@ def describe_end(code: int, more: str = "") -> str:
     except ValueError:  # a real-time signal
         end = f"was killed by signal {-code}"
     return f"{end} ({_CAUSES[-code]}{more})" if -code in _CAUSES else end
+
+
+def say(text: str) -> None:
+    """Print; if whoever read it has left (`| head`), nothing is printed from then on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        drop_output()
+
+
+def drop_output() -> None:
+    """What is printed goes nowhere, also what is waiting to be."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def supervise(command: Callable[[], int]) -> int:

@@ -1,8 +1,10 @@
+import os
 import subprocess
 import sys
 
 import pytest
 
+from shardwise.children import UNREAD
 from shardwise.cli import main
 
 LIGHT = """
@@ -53,3 +55,14 @@ def test_an_unknown_command_exits_with_two(capsys):
         main(["trian"])
     assert stop.value.code == 2
     assert "train" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli", "plan", "--exercise", "list"],
+        stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (UNREAD, "")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.children import UNREAD
 from shardwise.cli import main
 from shardwise.description.language_model import LM
 from shardwise.reporting.run import read_run
@@ -50,6 +51,19 @@ def finished(tmp_path_factory):
 def no_rank(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_a_run_goes_on_when_nobody_reads_it(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli", *words(tmp_path, "--steps", "3")],
+        stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (UNREAD, "")
+    assert read_run(tmp_path).column("step") == [1, 2, 3]
 
 
 def test_the_loss_falls(finished):

@@ -7,11 +7,12 @@ the command runs, so that `--help` answers at once.
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
 from shardwise import __version__, processor
-from shardwise.children import STOPPED, ChildFailed, Stopped, supervise
+from shardwise.children import STOPPED, UNREAD, ChildFailed, Stopped, drop_output, supervise
 from shardwise.errors import UserError
 
 # Modules with `add_parser(subparsers)`, in the order of `--help`. The parser's default `command` is
@@ -76,4 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start() -> int:
     """The program: a command in a process of its own, so that none dies without a word."""
-    return supervise(main)
+    return supervise(_read_or_not)
+
+
+def _read_or_not() -> int:
+    """A command; that its output is not read to the end (`| head`) is no error of its own."""
+    try:
+        try:
+            return main()
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        if not _reader_left():
+            raise  # another pipe's
+        drop_output()
+        return UNREAD
+
+
+def _reader_left() -> bool:
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))

@@ -7,6 +7,7 @@ from statistics import median
 
 import shardwise as sw
 from shardwise.checked import read_text
+from shardwise.children import say
 from shardwise.errors import UserError
 from shardwise.predict.foresight import Foresight
 from shardwise.run_files import CHOICE, PLAN
@@ -78,7 +79,7 @@ class Comparison:
         if len(self._rows) >= _LEAST_ROWS:
             self._compare(self._foresight)
         elif last:
-            print("too few steps to compare the plan with what was said of it", flush=True)
+            say("too few steps to compare the plan with what was said of it")
 
     def _compare(self, foresight: Foresight) -> None:
         """Say it once, and leave it to the report."""
@@ -90,6 +91,6 @@ class Comparison:
         shares = [row.exposed_share for row in self._rows if row.exposed_share is not None]
         exposed = median(shares) * step_ms if shares else None
         compared = foresight.compare(step_ms, peak, exposed)
-        print(f"after {self._rows[-1].step} steps: {compared}", flush=True)
+        say(f"after {self._rows[-1].step} steps: {compared}")
         text = foresight.to_json(self._plan, compared)
         self._file.write_text(text + "\n", encoding="utf-8")

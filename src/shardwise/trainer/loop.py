@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.checked import read_text
 from shardwise.checkpoint.pieces import place_of
 from shardwise.checkpoint.talk import talk
-from shardwise.children import Stopped
+from shardwise.children import Stopped, say
 from shardwise.description.language_model import LM, Rope
 from shardwise.description.workload import row_of
 from shardwise.engine.torch_private import local_of
@@ -84,7 +84,7 @@ def find_plan(
     kept = talk().first("the plan of the run", lambda: read_choice(config, member.world))
     if kept is not None:
         if member.rank == 0:
-            print(f"the plan stays: {kept[0].title}, as {PLAN} of the run has it", flush=True)
+            say(f"the plan stays: {kept[0].title}, as {PLAN} of the run has it")
         plan, foresight = kept
     elif choose is None:
         raise UserError("plan.strategy is auto: `shardwise train` chooses the plan then")

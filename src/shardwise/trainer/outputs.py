@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import shardwise as sw
+from shardwise.children import say
 from shardwise.description.preset import parameter_count
 from shardwise.profiling.timing import ask_git, version_of
 from shardwise.reporting.formats import show_bytes
@@ -158,6 +159,6 @@ def _line_printer(steps: int) -> Log:
         nonlocal due
         if row.step >= due or row.step == steps:
             due = row.step + max(1, steps // _PLAIN_LINES)
-            print(f"step {row.step}/{steps}  {row}", flush=True)
+            say(f"step {row.step}/{steps}  {row}")
 
     return show
