@@ -268,6 +268,16 @@ def test_a_gpu_fuses_no_attention_whose_mask_is_not_dense(dense: bool) -> None:
     assert ("bmm" in names) is not dense
 
 
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_cpu_fuses_no_attention_whose_mask_is_learned(learned: bool) -> None:
+    model = Biased(dense=True).requires_grad_(learned)
+    x = torch.randn(BATCH, SEQ, 64, requires_grad=True)
+    found = describe(model, x, 1, device="cpu", trace_on="meta")
+    names = {kernel.op for kernel in _kernels(found)}
+    assert ("_scaled_dot_product_flash_attention_for_cpu" in names) is not learned
+    assert found.saved_bytes == saved_in_reality(model, x)
+
+
 class Latent(nn.Module):
     """Values are narrower than queries and keys, as in DeepSeek's attention."""
 

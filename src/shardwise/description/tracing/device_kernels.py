@@ -163,7 +163,9 @@ class DeviceKernels(TorchFunctionMode):
         if not usual or not query.is_meta:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **settings)
         even = query.shape[-1] == value.shape[-1]  # DeepSeek's are not
-        if self.device == "cpu" and dropout_p == 0 and even:
+        # A CPU's kernel gives a mask no gradient, and takes none of three dims.
+        fixed = attn_mask is None or (not attn_mask.requires_grad and attn_mask.dim() in (2, 4))
+        if self.device == "cpu" and dropout_p == 0 and even and fixed:
             return flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
