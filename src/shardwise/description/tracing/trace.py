@@ -52,6 +52,7 @@ from shardwise.description.tracing.torch_private import (
     storage_id,
     uncompiled,
     whole_sequences,
+    without_functions,
 )
 from shardwise.description.workload import Recomputing
 from shardwise.errors import UserError
@@ -306,13 +307,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out, kernel = self._results.run(func, args, kwargs or {})
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._meet(tensor)
-        if kernel is not None:
-            self.note_kernel(kernel)
-        return out
+        with without_functions():
+            out, kernel = self._results.run(func, args, kwargs or {})
+            for tensor in pytree.tree_leaves(out):
+                if isinstance(tensor, Tensor):
+                    self._meet(tensor)
+            if kernel is not None:
+                self.note_kernel(kernel)
+            return out
 
     def know(self, tensors: list[Tensor]) -> None:
         """These were there before the step: never an activation."""
