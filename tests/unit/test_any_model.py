@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise import predict
 from shardwise.cli import build_parser, main
 from shardwise.description.cluster import Cluster
 from shardwise.description.tracing import real_run
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
-from shardwise.predict.describe import describe
+from shardwise.predict.describe import describe, trace_model
 from shardwise.predict.sources import as_source
 from tests.unit import foreign_models as foreign
 
@@ -101,6 +102,25 @@ def test_a_real_run_counts_the_experts_that_rows_chose() -> None:
     assert made.forward_flops == rows * (experts + gate + head)
     _, twice = as_source(foreign.Experts(), work).at(plan, Workload(16, 8))
     assert twice.forward_flops == 2 * made.forward_flops
+
+
+def test_other_sizes_are_derived_from_a_long_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, work = foreign.Tagger(), Workload(16, 8)
+    options = {"world": 8, "strategies": ("zero3",)}
+    each = sw.search(model, CLUSTER, work, **options)
+    monkeypatch.setattr(predict.describe, "LONG_TRACE", 10)
+    traced: list[tuple[Any, str]] = []
+
+    def trace(model: Any, inputs: Any, **more: Any) -> Any:
+        traced.append((inputs.micro_batch, more["checkpoint"]))
+        return trace_model(model, inputs, **more)
+
+    monkeypatch.setattr(predict.describe, "trace_model", trace)
+    once = sw.search(model, CLUSTER, work, **options)
+    assert traced == [(1, "none"), (1, "nonreentrant")]
+    assert "has very many operators" in once.explain()
+    assert once[0].step_ms == pytest.approx(each[0].step_ms, rel=0.1)
+    assert once[0].peak_bytes == pytest.approx(each[0].peak_bytes, rel=0.1)
 
 
 def test_values_that_nobody_has_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,9 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.units import Cut, cut_units
 from shardwise.predict.program import checkpointed, scaled
 
+# Events of a trace that takes seconds (a scan, step by step): one size of micro-batch will do then.
+LONG_TRACE = 100_000
+
 Inputs = Workload | Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -126,7 +129,8 @@ def describe_trace(trace: ModelTrace, plan: Plan, name: str = "model") -> ModelD
 class TracedModel:
     """A module, traced once for each micro-batch size, checkpointing and dtype. `inputs` gives its
     arguments for a workload; None: tokens. A model that reads values is run for real, once for each
-    dtype; what is asked for beside is derived from that.
+    dtype; what is asked for beside is derived from that. Of one whose trace is long only the
+    micro-batch sizes are.
     """
 
     compute_dtype: str | None = None  # any
@@ -146,6 +150,7 @@ class TracedModel:
         self.model, self.name, self._inputs, self._samples = model, name, inputs, samples
         self._loss, self._device, self._trace_on, self._build = loss, device, trace_on, build
         self._real: bool | None = None if trace_on == "auto" else trace_on != "meta"
+        self._long = False
         self._resolved: dict[Plan, Plan] = {}
         self._apart: dict[tuple[Any, ...], Plan] = {}  # by how a model is cut
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
@@ -156,7 +161,12 @@ class TracedModel:
         """What readers of a prediction should know of how the model was traced."""
         said = dict.fromkeys(note for trace in self._traces.values() for note in trace.notes)
         more = "Other micro-batch sizes, and recomputation, are derived from that run."
-        return (*said, *((more,) if self._real else ()))
+        if self._long:
+            more = (
+                f"{self.name} has very many operators, so micro-batches of one size were traced: "
+                "other sizes are derived from them."
+            )
+        return (*said, *((more,) if self._real or self._long else ()))
 
     @property
     def block_count(self) -> int:
@@ -175,12 +185,15 @@ class TracedModel:
         base = self._base_of(workload)
         if self._real is None:
             try:
-                self._trace(plan, base, "meta")
+                found = self._trace(plan, base, "meta")
             except UserError:
                 self._real = True  # tried, and told why, once more below
             else:
                 self._real = False
-        if not self._real:
+                self._long = len(self._traces[found].events) > LONG_TRACE
+        if self._long:
+            base = dataclasses.replace(base, checkpoint=workload.checkpoint)
+        elif not self._real:
             base = workload
         traced = self._trace(plan, base, self._trace_on if self._real else "meta")
         by = self._followed(resolved)
