@@ -91,6 +91,27 @@ class Experts(nn.Module):
         return self.out(mixed.view_as(x))
 
 
+class Residual(nn.Module):
+    """Blocks with something to recompute; reads a value, or not."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64)
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and x.mean() > 1e6:
+            return x
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -104,6 +104,24 @@ def test_a_real_run_counts_the_experts_that_rows_chose() -> None:
     assert twice.forward_flops == 2 * made.forward_flops
 
 
+def test_recomputation_is_derived_under_ddp_too() -> None:
+    """Its buckets are no blocks."""
+    options = {"world": 2, "strategies": ("ddp",), "checkpoints": ("none", "nonreentrant")}
+    found = [
+        sw.search(foreign.Residual(reads), CLUSTER, inputs=torch.randn(4096, 64), **options)
+        for reads in (False, True)
+    ]
+    for traced, derived in zip(*(sorted(r, key=_way) for r in found), strict=True):
+        assert _way(traced) == _way(derived)
+        assert derived.breakdown.compute == pytest.approx(traced.breakdown.compute, rel=0.2)
+        assert derived.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.2)
+
+
+def _way(candidate: Any) -> tuple[str, str, str]:
+    work = candidate.workload
+    return work.checkpoint, work.split, candidate.show_settings()
+
+
 def test_other_sizes_are_derived_from_a_long_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model, work = foreign.Tagger(), Workload(16, 8)
     options = {"world": 8, "strategies": ("zero3",)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -197,6 +197,8 @@ class TracedModel:
             base = workload
         traced = self._trace(plan, base, self._trace_on if self._real else "meta")
         by = self._followed(resolved)
+        if workload.checkpoint != base.checkpoint and by.name == "ddp":
+            by = self._by_blocks  # buckets do not tell which blocks run again
         key = (traced, by.units, workload.micro_batch, workload.checkpoint)
         if key not in self._described:
             made = describe_trace(self._traces[traced], by, self.name)
@@ -215,6 +217,10 @@ class TracedModel:
         if cut not in self._apart:
             self._apart[cut] = by_modules(resolved, self.model)
         return self._apart[cut]
+
+    @cached_property
+    def _by_blocks(self) -> Plan:
+        return by_modules(_as_plan(None), self.model)
 
     def _base_of(self, workload: Workload) -> Workload:
         """The micro-batch that shows whether the model reads values, and that a real run has: the
