@@ -164,6 +164,9 @@ def build_unet() -> nn.Module:
     return UNet()
 
 
+made = UNet()
+
+
 def images(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 16, 16)
 

@@ -204,12 +204,13 @@ def ask(capsys: Any, tmp_path: Path, *arguments: str) -> tuple[int, str]:
         (["--model", f"{FILE}:build_unet", "--inputs", "images", "--loss", "mask_loss"], "1 x 4"),
         (["--model", f"{FILE}:UNet", "--inputs", "x:float32[2,3,16,16]", "--samples", "32"],
          "1 x 4"),
+        (["--model", f"{FILE}:made", "--inputs", "images"], "1 x 4"),
         (["--model", "tests.unit.foreign_models:Tagger", "--tokens", "512", "--sequence", "16"],
          "tokens/s"),
         (["--model", f"{FILE}:build_reading_values", "--inputs", "tokens:int64[2,16]"],
          "a real run of"),
     ],
-    ids=["functions", "text", "module", "values"],
+    ids=["functions", "text", "instance", "module", "values"],
 )  # fmt: skip
 def test_the_command_takes_them_by_name(
     arguments: list[str], words: str, capsys: Any, tmp_path: Path
@@ -227,6 +228,8 @@ def test_the_command_takes_them_by_name(
         (["--model", f"{FILE}:fails", "--samples", "8"], "ValueError: no such width"),
         (["--model", f"{FILE}:gives_a_number", "--samples", "8"], "gave a int, expected"),
         (["--model", f"{FILE}:build_une", "--samples", "8"], "did you mean 'build_unet'"),
+        (["--model", FILE, "--samples", "8"], f"name the function in it too, as {FILE}:build"),
+        (["--model", "config.json", "--samples", "8"], "is given as hf:config.json"),
         (["--model", "absent.py:build", "--samples", "8"], "there is no such file"),
         (["--model", "no.such.module:build", "--samples", "8"], "cannot be imported"),
         (["--model", f"{FILE}:UNet", "--samples", "8"], "give example inputs instead"),

@@ -109,6 +109,7 @@ class Question:
         from shardwise.description.preset import load_preset
 
         if not is_foreign(self.model):
+            _check_name(self.model)
             load_preset(self.model)
         cluster = self.load_cluster()
         world = self.world or cluster.ranks_per_node or 1
@@ -224,6 +225,14 @@ class Question:
             )
         except ValueError as error:
             raise UserError(f"{self.model} on {self.cluster}: {error}") from error
+
+
+def _check_name(model: str) -> None:
+    """Error if it looks like somebody's code or config, but for the word that would say so."""
+    if model.endswith(".py"):
+        raise UserError(f"--model {model}: name the function in it too, as {model}:build")
+    if model.endswith(".json"):
+        raise UserError(f"--model {model}: a config of Transformers is given as hf:{model}")
 
 
 def _types_by_key() -> dict[str, Any]:

@@ -111,7 +111,7 @@ def build_model(text: str) -> nn.Module:
     function = find_function(text, "--model")
 
     def build() -> nn.Module:
-        made = function()
+        made = _call(function)
         if not isinstance(made, nn.Module):
             raise UserError(f"--model {text} gave a {type(made).__name__}, expected an nn.Module")
         return made
@@ -135,8 +135,15 @@ def build_on_host(text: str) -> nn.Module:
     """The same model with values."""
     if text.startswith(HUGGING_FACE):
         return build_from_config(text, "cpu")
-    built: nn.Module = find_function(text, "--model")()
+    built: nn.Module = _call(find_function(text, "--model"))
     return built
+
+
+def _call(function: Callable[..., Any]) -> Any:
+    """What it gives; a file may also hold the module itself, which is not called for one."""
+    from torch import nn
+
+    return function if isinstance(function, nn.Module) else function()
 
 
 def _load_config(text: str) -> Any:
