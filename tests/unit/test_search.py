@@ -99,7 +99,7 @@ def test_a_budget_leaves_less_and_less(ranking) -> None:
     assert tight[0].step_ms >= ranking[0].step_ms * 0.999
     assert "does not fit: at least" in tight.explain() or tight.best_of_each()
     none = search("tiny", CLUSTER, WORKLOAD, budget_gb=1e-6, strategies=("zero3",))
-    assert len(none) == 0 and "Nothing fits" in none.explain()
+    assert len(none) == 0 and "Nothing fits in 1e-06 GB" in none.explain()
     with pytest.raises(ValueError, match="budget_gb"):
         search("tiny", CLUSTER, WORKLOAD, budget_gb=-1)
 
@@ -379,6 +379,14 @@ def test_zero1_and_zero2_are_shown_once_where_they_tie(ranking) -> None:
     for some in pairs.values():
         steps = [candidate.step_ms for candidate in some]
         assert len(some) == 1 or max(steps) > min(steps) * 1.0029
+
+
+def test_recomputing_that_costs_nothing_is_not_advised() -> None:
+    """A block that is one layer is not computed again, and keeps its input all the same."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    found = search(model, Cluster.load("cpu-gloo"), inputs=torch.randn(8, 64), world=2)
+    assert found[0].step_ms == found[1].step_ms and found[1].workload.checkpoint != "none"
+    assert found[0].workload.checkpoint == "none"
 
 
 def test_micro_batches_of_odd_totals() -> None:

@@ -200,7 +200,7 @@ def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidat
             better, step_ms=step_ms, tokens_per_s=rate, predicted_ms=c.step_ms
         )
         made.append((c, better))
-    return sorted(made, key=lambda pair: (pair[1].step_ms, pair[1].peak_bytes))
+    return sorted(made, key=lambda pair: pair[1].order)
 
 
 def _missed_bytes(ranking: Ranking, tried: dict[int, Trial]) -> float:

@@ -142,6 +142,13 @@ class Candidate:
         )
 
     @property
+    def order(self) -> tuple[float, bool, int]:
+        """By which candidates are ranked. Of two that take as long the one that recomputes comes
+        second: what it frees was free.
+        """
+        return self.step_ms, self.workload.checkpoint != "none", self.peak_bytes
+
+    @property
     def exposed_ms(self) -> float:
         return (self.breakdown.exposed_transfer + self.breakdown.waiting_for_peers) / 1e6
 
@@ -270,9 +277,9 @@ class Ranking(Sequence[Candidate]):
         if not self.candidates:
             least = min(self.rejected, key=lambda r: r.needed_bytes)
             return (
-                f"Nothing fits in {self.limit_bytes / GB:.1f} GB; the least is {least.title} with "
-                f"{least.peak_bytes / GB:.1f} GB, which needs a device of "
-                f"{least.needed_bytes / GB:.1f} GB (with {MEMORY_MARGIN:.0%} for the prediction, "
+                f"Nothing fits in {show_gb(self.limit_bytes)} GB; the least is {least.title} with "
+                f"{show_gb(least.peak_bytes)} GB, which needs a device of "
+                f"{show_gb(least.needed_bytes)} GB (with {MEMORY_MARGIN:.0%} for the prediction, "
                 "and what fragmentation, the context and NCCL take). Use more ranks, shorter "
                 "sequences, or tensor parallelism beneath it."
             )

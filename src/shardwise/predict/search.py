@@ -421,7 +421,7 @@ class _Search:
 
     def ranking(self) -> Ranking:
         return Ranking(
-            tuple(sorted(self.found.values(), key=lambda c: (c.step_ms, c.peak_bytes))),
+            tuple(sorted(self.found.values(), key=lambda c: c.order)),
             tuple(self.rejected.values()),
             self.limit,
             len(self.found) + len(self.rejected) + self.dropped,
