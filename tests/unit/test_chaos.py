@@ -233,6 +233,7 @@ def test_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     [
         (["--classes", "kil"], "did you mean 'kill'"),
         (["--faults", "-1"], "--faults is -1"),
+        (["--faults", "0", "--classes", "kill"], "--faults is 0"),
         (["--resume"], "give --json FILE"),
         (["--json", "/no/such/x.json"], "no folder"),
     ],

@@ -61,7 +61,9 @@ def add_parser(subparsers: Any) -> None:
 
 def chaos(arguments: argparse.Namespace) -> None:
     """Check what was typed; then import torch, and run."""
-    count = arguments.faults or (FULL if arguments.full else QUICK)
+    count = FULL if arguments.full else QUICK
+    if arguments.faults is not None:
+        count = arguments.faults
     for flag, value in (("--faults", count), ("--slots", arguments.slots)):
         if value < 1:
             raise UserError(f"{flag} is {value}, expected at least 1")
