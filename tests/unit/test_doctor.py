@@ -131,7 +131,7 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert check.verdict == "fail" and "the port is taken" in check.do
 
 
-@pytest.mark.parametrize("wrong", [["--nproc", "0"], ["--port", "70000"]])
+@pytest.mark.parametrize("wrong", [["--nproc", "0"], ["--port", "70000"], ["--json", "/no/x"]])
 def test_wrong_arguments(wrong: list[str]) -> None:
     assert main(["doctor", *wrong]) == 2
 

@@ -31,13 +31,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--out", default=".", metavar="DIR", help="where the run's files will go")
     parser.add_argument("--config", metavar="FILE", help="a config.toml: is there room for it?")
     parser.add_argument("--port", type=int, metavar="N", help="a port that the job will use")
-    parser.add_argument("--json", metavar="FILE", help="write the checks as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the checks as JSON")
     parser.set_defaults(command=doctor)
 
 
 def doctor(arguments: argparse.Namespace) -> None:
     """Run the checks, print the table; fail if one of them did."""
     from shardwise.errors import UserError
+    from shardwise.profiling.results import check_file
     from shardwise.trainer.config import load_config
     from shardwise.trainer.doctor import examine
 
@@ -47,6 +48,8 @@ def doctor(arguments: argparse.Namespace) -> None:
         raise UserError(f"--port is {arguments.port}, expected 1 to 65535")
     config = load_config(arguments.config, []) if arguments.config else None
     tells = os.environ.get("RANK", "0") == "0"
+    if tells:
+        check_file("--json", arguments.json)
 
     def progress(what: str) -> None:
         if tells:
@@ -58,7 +61,7 @@ def doctor(arguments: argparse.Namespace) -> None:
         _show(checks)
         if arguments.json:
             text = json.dumps([asdict(check) for check in checks], indent=1)
-            Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+            arguments.json.write_text(text + "\n", encoding="utf-8")
     failed = [check.name for check in checks if check.verdict == "fail"]
     if failed:
         raise ChildFailed(f"not ready for a run: {', '.join(failed)}")
