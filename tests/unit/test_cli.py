@@ -1,3 +1,4 @@
+import argparse
 import os
 import subprocess
 import sys
@@ -5,11 +6,13 @@ import sys
 import pytest
 
 from shardwise.children import UNREAD
-from shardwise.cli import main
+from shardwise.cli import build_parser, main
+from shardwise.cli.help import HelpFormatter
 
 LIGHT = """
 import sys
-from shardwise.cli import main
+from shardwise.cli import build_parser, main
+from shardwise.cli.help import HelpFormatter
 try:
     main(sys.argv[1:])
 except SystemExit as stop:
@@ -25,6 +28,49 @@ def test_help_teaches_by_example_and_does_not_import_torch(arguments):
     )
     assert shown.returncode == 0, shown.stderr
     assert "examples:\n  shardwise " in shown.stdout
+
+
+def test_every_help_fits_a_terminal_of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    seen = 0
+    parsers = [build_parser()]
+    while parsers:
+        parser = parsers.pop()
+        seen += 1
+        long = [line for line in parser.format_help().splitlines() if len(line) > 80]
+        assert not long, (parser.prog, long)
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    assert seen > 12
+
+
+HELP = """\
+A paragraph that was written for a hundred columns, and goes on in a second line, which belongs to
+it.
+  name      what is said of it, at some length, so that it does not fit
+            and goes on here
+  shardwise plan --model tiny --tokens 2048 --sequence 128 --out plan.json
+  shardwise train --steps 500 --save-every 50      later
+"""
+NARROW = """\
+A paragraph that was written for a hundred
+columns, and goes on in a second line, which
+belongs to it.
+  name      what is said of it, at some length,
+            so that it does not fit and goes on
+            here
+  shardwise plan --model tiny --tokens 2048 \\
+      --sequence 128 --out plan.json
+  shardwise train --steps 500 --save-every 50
+      later
+"""
+
+
+def test_a_help_is_broken_where_it_may_be():
+    formatter = HelpFormatter("shardwise", width=50)
+    assert formatter._fill_text(HELP, 48, "") == NARROW
+    assert formatter._fill_text(HELP, 100, "") == HELP
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.chaos.faults import KINDS
+from shardwise.cli.help import HelpFormatter
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file
 
@@ -39,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
         description="Injects faults into small real jobs on this machine, and judges what becomes "
         "of them.",
         epilog=_EXAMPLES + "\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help=f"{QUICK} faults (the default)")

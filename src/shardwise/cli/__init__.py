@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from shardwise import __version__, processor
 from shardwise.children import STOPPED, UNREAD, ChildFailed, Stopped, drop_output, supervise
+from shardwise.cli.help import HelpFormatter
 from shardwise.errors import UserError
 
 # Modules with `add_parser(subparsers)`, in the order of `--help`. The parser's default `command` is
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         "  shardwise train --plan zero3 --nproc 2 --steps 60 --out run\n"
         "  shardwise report run\n"
         "  shardwise COMMAND --help",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.help import HelpFormatter
+
 _HELP = """\
 Measures matrix products by shape and dtype, attention, memory bandwidth, the collectives of gloo
 ranks that it starts itself, and what the host takes to issue work. Under torchrun its ranks are
@@ -34,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         help="measure this machine and write a cluster file",
         description="Measures this machine and writes a cluster file for planning.",
         epilog=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.toml")
     parser.add_argument("--name", help="of the cluster; default: the file's name")

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.help import HelpFormatter
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -24,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples:\n  shardwise inspect run/checkpoints\n"
         "  shardwise inspect run/checkpoints/step-00000020 --tensors\n"
         "  shardwise inspect llama/model.safetensors.index.json --json contents.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("path", metavar="PATH", help="the checkpoint, or the folder of several")
     parser.add_argument(
@@ -46,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples:\n  shardwise convert run/checkpoints llama-trained --to hf --dtype bf16\n"
         "  shardwise convert run/checkpoints for-torch --to dcp\n"
         "  shardwise convert for-torch checkpoints --to shardwise",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="the checkpoint to read")
     parser.add_argument("target", metavar="TARGET", help="the folder to write")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.children import ChildFailed
+from shardwise.cli.help import HelpFormatter
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "  shardwise doctor --nproc 2\n"
         "  shardwise doctor --nproc 8 --config run/config.toml --out run\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise.cli doctor",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--nproc", type=int, default=2, metavar="N", help="ranks to start (default: 2)"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.checked import read_text
+from shardwise.cli.help import HelpFormatter
 from shardwise.description.workload import MICRO_BATCHES_HELP, parse_micro_batches
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file, print_table
@@ -37,7 +38,7 @@ reading the table:
   free      the same step if communication cost nothing
   exposed   what the compute stream waits for more than over a free network, by its own waits
   counterfactual  the step less the same step over a free network: the same by the clock
-  contended of that, with --occupancy: what the collectives' kernels cost the compute beside them
+  contended  of that, with --occupancy: what the collectives' kernels cost the compute beside them
             On a GPU these are taken with the host a step ahead: a slow host is not in them
   peak      the most memory of the rank, in 1e9 bytes; reserved: what torch's allocator holds (GPU)
 
@@ -65,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
         help="run one rank of a large cluster on this device, with modelled communication",
         description="Measures a training step of one rank; only the network is emulated.",
         epilog=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--model", default="tiny", metavar="NAME",

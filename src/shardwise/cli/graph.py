@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.help import HelpFormatter
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         description="Traces a model's step as graphs with collectives, runs passes over them, and\n"
         "predicts what each pass does to step time and memory.",
         epilog=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help="tiny, small, ..., llama8b, llama70b")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.help import HelpFormatter
 from shardwise.cli.question import Question
 from shardwise.description.foreign import is_foreign
 from shardwise.description.workload import MICRO_BATCHES_HELP
@@ -28,8 +29,9 @@ strategies, meshes, micro-batch sizes and settings, drops what does not fit in m
 step of the rest on all ranks, and ranks them by step time.
 
 --model is a name from the list, or a model of your own, which needs no weights and no GPU:
-  my_file.py:build        a function (or a class) that gives an nn.Module; it is called on the meta
-  package.module:build    device, and on the host if it cannot be there
+  my_file.py:build        a function (or a class) that gives an nn.Module, or a module itself; it
+                          is called on the meta device, and on the host if it cannot be there
+  package.module:build    the same, imported
   hf:config.json          a config of Transformers, or a model type with its defaults: hf:gpt2
 --inputs are its example inputs: a function that returns them (of the number of samples, if it takes
 an argument), or tensors as text, whose names are forward's: "tokens:int64[4,1024]",
@@ -81,7 +83,7 @@ def add_parser(subparsers: Any) -> None:
         help="find the fastest plan that fits, before anything runs",
         description="Predicts step time and memory of many plans and writes the best one.",
         epilog=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--model",

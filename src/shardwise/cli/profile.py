@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.children import describe_end
+from shardwise.cli.help import HelpFormatter
 from shardwise.errors import UserError
 from shardwise.profiling import DIRECTORY, SKIP, STEPS
 from shardwise.run_files import TIMELINE
@@ -44,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a program that trains or infers, and profile some of its steps",
         description="Runs a program of torch's and profiles some of its steps, on all its ranks.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--out", default="profile", metavar="DIR", help="default: %(default)s")
     parser.add_argument(

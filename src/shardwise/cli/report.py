@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.help import HelpFormatter
+
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
@@ -15,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
         "With two directories, writes one page that compares them.\n"
         "A run that is still going, or was cut short, can be reported too.",
         epilog="examples:\n  shardwise report run\n  shardwise report run-a run-b --out both.html",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the run's directory")
     parser.add_argument(

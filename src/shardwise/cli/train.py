@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.help import HelpFormatter
 from shardwise.description.workload import MICRO_BATCHES_HELP
 from shardwise.errors import UserError
 from shardwise.run_files import CHECKPOINTS, FILES
@@ -61,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         "memory.json, messages.json, kernels.json and trace.json. Starts the ranks itself, or\n"
         "joins torchrun's.",
         epilog=_EXAMPLES + describe_keys(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "config", nargs="?", metavar="config.toml", help="configuration to start from"

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.help import HelpFormatter
 from shardwise.errors import UserError
 from shardwise.lab.benchmark import DOCUMENTS, QUICK, Benchmark
 from shardwise.lab.catalog import assignment, engine, grouped, hybrid, parallel, resume
@@ -36,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         "documents that it started from, with their figures beside.",
         epilog=_list_by_document() + "\n\nexamples:\n  shardwise bench step --against torch\n"
         "  shardwise bench step --help\n  shardwise bench all --quick",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     kinds = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     parsers = {}
@@ -46,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
             help=benchmark.summary,
             description=f"{benchmark.description}\nFrom: {DOCUMENTS[benchmark.document]}.",
             epilog=benchmark.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         for option in benchmark.options:
             command.add_argument(option.flag, **option.settings)
