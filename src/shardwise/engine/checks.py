@@ -335,16 +335,6 @@ def check_unmoved(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Opt
             )
 
 
-def check_dense(shown: torch.Tensor) -> None:
-    """Error for a gradient that is no plain tensor of rows to sum and cut."""
-    if shown.grad is not None and shown.grad.is_sparse:
-        raise RuntimeError(
-            f"the gradient of parameter {shown.__dict__['_shardwise_moved']!r} is sparse, and "
-            "shardwise reduces dense ones; build its module with sparse=False (nn.Embedding, "
-            "nn.EmbeddingBag)"
-        )
-
-
 _SAYS = "got mixed torch.Tensor and DTensor"
 _PARTS = re.compile(r"\.(\w+)|\[(\w+)\]")
 _CHAIN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\w+\])+")

@@ -271,7 +271,6 @@ class Engine:
         those of its inputs are still to come.
         """
         if unit.gradients is not None:
-            checks.check_dense(shown)
             unit.gradients.place(shown)
         progress = self.schedule.current.of[unit]
         progress.gradients_left -= 1

@@ -290,6 +290,8 @@ class Gradients:
             if grad is None:
                 missing.add(i)
                 grad = torch.zeros_like(shown)
+            elif grad.is_sparse:
+                raise self._refuse_sparse(i)
             found.append(grad)
             shown.grad = None
         self._missing &= missing
@@ -301,6 +303,13 @@ class Gradients:
         if self.counts:
             found.append(self._present(frozenset(missing)))
         return found
+
+    def _refuse_sparse(self, i: int) -> RuntimeError:
+        """A gradient that is no plain tensor of rows to sum and cut."""
+        return RuntimeError(
+            f"the gradient of parameter {self.members[i].name!r} is sparse, and shardwise reduces "
+            "dense ones; build its module with sparse=False (nn.Embedding, nn.EmbeddingBag)"
+        )
 
     def place(self, shown: torch.Tensor) -> None:
         """A gradient has come: where the slot is filled early, copy it there, while it is in the
@@ -325,6 +334,9 @@ class Gradients:
         if filling is None:
             filling = self._make_filling(self._empty(self.sum_dtype) if into is None else into)
         rest = {i: shown.grad for i, shown in enumerate(self.shown) if shown.grad is not None}
+        for i, grad in rest.items():
+            if grad.is_sparse:
+                raise self._refuse_sparse(i)
         filling.put_all(rest)
         for i in rest:
             self.shown[i].grad = None
