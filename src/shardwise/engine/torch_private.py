@@ -105,7 +105,8 @@ def timeout_of(group: Any, device: torch.device) -> float:
     """How many seconds a group's backend waits for other ranks. Without it messages that pass the
     backend by would wait for another time than the program has asked for.
     """
-    wait: datetime.timedelta = group._get_backend(device).options._timeout
+    options = getattr(group._get_backend(device), "options", None)
+    wait: datetime.timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return wait.total_seconds()
 
 
