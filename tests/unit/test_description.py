@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.describe import describe, describe_preset, describe_trace, trace_model
-from shardwise.profiling.footprint import peak_on_cpu
+from shardwise.profiling.footprint import open_profiler, peak_on_cpu, read_events
 
 SIZE = Size(d_model=64, d_ff=96, layers=3, heads=4, kv_heads=4, vocab=50)
 GROUPED = dataclasses.replace(SIZE, kv_heads=2)
@@ -468,3 +470,57 @@ def test_uneven_work() -> None:
 def test_only_a_module_can_be_described() -> None:
     with pytest.raises(UserError, match=r"needs an nn\.Module, got 'tiny'"):
         describe("tiny", Workload(8))  # type: ignore[arg-type]
+
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available()
+    or not torch.backends.cpu.get_cpu_capability().startswith("AVX"),
+    reason="no oneDNN, or none that lays images out anew",
+)
+
+
+def _most_inside(run: Callable[[], Any], op: str) -> int:
+    """The most bytes that a real operator has allocated at once, from where it begins."""
+    with open_profiler() as profiled:
+        run()
+    events = read_events(profiled)
+    whole = next(e for e in events if e.get("name") == op)
+    memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    inside = [e["args"] for e in memory if 0 <= e["ts"] - whole["ts"] <= whole["dur"]]
+    before = inside[0]["Total Allocated"] - inside[0]["Bytes"]
+    return max(each["Total Allocated"] for each in inside) - before
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("channels", "filters", "side", "width"),
+    [(3, 64, 64, 7), (64, 64, 16, 3), (64, 256, 16, 1), (512, 512, 4, 3)],
+    ids=["images", "even", "results", "weights"],
+)
+def test_a_convolution_on_a_cpu_copies_what_it_reads_and_gives(
+    channels: int, filters: int, side: int, width: int
+) -> None:
+    conv = nn.Conv2d(channels, filters, width, padding=width // 2, bias=False)
+    x = torch.randn(16, channels, side, side, requires_grad=channels > 3)
+    (segment,) = describe(conv, x, 1, loss=lambda m, x: m(x).sum(), device="cpu").units[0].segments
+    y = conv(x)
+    took = _most_inside(lambda: conv(x), "aten::mkldnn_convolution")
+    assert segment.forward.peak_bytes == pytest.approx(took, rel=0.1)
+    gradient = torch.ones_like(y)
+    took = _most_inside(lambda: y.backward(gradient), "aten::convolution_backward")
+    # The weight's gradient counts by itself.
+    assert segment.backward.peak_bytes == pytest.approx(took - conv.weight.nbytes, rel=0.1)
+    last = x.detach().to(memory_format=torch.channels_last)
+    for device, given in (("cuda", x), ("cpu", last)):
+        (plain,) = describe(conv, given, 1, device=device).units[0].segments
+        assert plain.forward.peak_bytes < y.nbytes + 1024
+
+
+@needs_onednn
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_an_lstm_on_a_cpu_keeps_what_onednn_keeps(ways: int, batch_first: bool) -> None:
+    model = nn.LSTM(96, 128, 2, batch_first=batch_first, bidirectional=ways == 2)
+    x = torch.randn(16, 24, 96, requires_grad=True)
+    described = describe(model, x, 1, loss=lambda m, x: m(x)[0].sum(), device="cpu")
+    assert described.saved_bytes == pytest.approx(saved_in_reality(model, x), rel=0.06)

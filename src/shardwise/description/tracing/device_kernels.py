@@ -236,8 +236,8 @@ class DeviceKernels(TorchFunctionMode):
         if self.device == "cpu" and (x.dtype != torch.float32 or projected):
             return plain(*args)
         shape = (layers, 2 if both_ways else 1, batch_first)
-        made = _FusedRecurrent.apply(self.note, name, shape, len(states), x, *states, *weights)
-        return made
+        told = (self.note, self.device == "cpu")
+        return _FusedRecurrent.apply(told, name, shape, len(states), x, *states, *weights)
 
     def _rms_norm(
         self,
@@ -294,13 +294,29 @@ class _FusedRmsNorm(torch.autograd.Function):
         )
 
 
+def _host_reserve(steps: int, batch: int, width: int, hidden: int) -> int:
+    """Numbers that a layer of oneDNN's LSTM keeps for backward, one way: fitted to the workspaces
+    of torch 2.13, which pads rows by up to 3 % more. States are as wide as the wider of the two.
+    """
+    wide = max(width, hidden)
+    return batch * (steps * (9 * hidden + 6 * wide) + 4 * hidden + 6 * wide)
+
+
 class _FusedRecurrent(torch.autograd.Function):
-    """cuDNN's: the output, and the last state of each layer."""
+    """cuDNN's: the output, and the last state of each layer. On a CPU (`told[1]`) oneDNN's, which
+    keeps more, and takes memory while it runs: weights in its own layout, gates of all steps.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, note: Any, name: str, shape: tuple[int, int, bool], count: int, *given: Tensor
+        ctx: Any,
+        told: tuple[Callable[[KernelFact], None], bool],
+        name: str,
+        shape: tuple[int, int, bool],
+        count: int,
+        *given: Tensor,
     ) -> Any:
+        note, on_host = told
         x, states = given[0], given[1 : 1 + count]
         layers, ways, batch_first = shape
         hidden = states[0].shape[-1]
@@ -311,11 +327,24 @@ class _FusedRecurrent(torch.autograd.Function):
             width = x.shape[-1] if layer == 0 else ways * hidden
             products += [(steps * batch, width, ways), (batch, hidden, ways * steps)]
         ctx.note, ctx.products, ctx.gates = note, products, gates
-        kept = layers * ways * steps * batch * (gates + hidden * (1 + count))
+        rows = steps * batch
+        kept = layers * ways * rows * (gates + hidden * (1 + count))
+        ctx.scratch = 0
+        if on_host:
+            widths = [width for _, width, _ in products[::2]]
+            kept = sum(ways * _host_reserve(steps, batch, width, hidden) for width in widths)
+            kept += (layers - 1) * rows * ways * hidden  # what layers give each other,
+            kept += layers * rows * ways * hidden * (ways - 1)  # each way before both are joined,
+            kept += x.numel() * batch_first  # and the input, step by step
+            weights = gates * (max(widths) + hidden)
+            scratch = weights + rows * gates
+            ctx.scratch = scratch + weights + 2 * rows * hidden  # their gradients too
         reserve = x.new_empty(kept)
         ctx.save_for_backward(*given, reserve)
         _note_products(note, products, gates, x.dtype, name, 1)
         output = x.new_empty((*x.shape[:2], ways * hidden))
+        if on_host:
+            x.new_empty(scratch)
         return (output, *(torch.empty_like(state) for state in states))
 
     @staticmethod
@@ -323,7 +352,9 @@ class _FusedRecurrent(torch.autograd.Function):
         given = ctx.saved_tensors[:-1]
         _note_products(ctx.note, ctx.products, ctx.gates, given[0].dtype, "recurrent_backward", 2)
         needed = ctx.needs_input_grad[4:]
-        grads = (torch.empty_like(t) if n else None for t, n in zip(given, needed, strict=True))
+        grads = [torch.empty_like(t) if n else None for t, n in zip(given, needed, strict=True)]
+        if ctx.scratch:
+            given[0].new_empty(ctx.scratch)
         return (None, None, None, None, *grads)
 
 

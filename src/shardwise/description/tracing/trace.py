@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.description.model import KernelFact
 from shardwise.description.parameters import dtype_name
 from shardwise.description.tracing.device_kernels import DeviceKernels
+from shardwise.description.tracing.host_scratch import scratch_of
 from shardwise.description.tracing.known_results import KnownResults
 from shardwise.description.tracing.meta_copy import (
     copy_to_meta,
@@ -58,6 +59,7 @@ from shardwise.description.workload import Recomputing
 from shardwise.errors import UserError
 
 TRACE_ON = ("auto", "meta", "cpu", "cuda")
+_SCRATCH = -2  # the storage of what an operator takes inside
 Phase = Literal["forward", "recompute", "backward"]
 What = Literal["kernel", "alloc", "free", "save", "enter", "leave"]
 
@@ -215,7 +217,7 @@ def _trace(
     """Run `copied`, which nobody else uses, and write it down by the names of `model`."""
     owners, tied = find_owners(model)
     notes += stop_caching(copied)
-    recorder = Recorder()
+    recorder = Recorder(setting.device)
     tensors = [*copied.parameters(), *copied.buffers()]
     inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
     recorder.know([*tensors, *inputs])
@@ -276,8 +278,9 @@ def _show_inputs(given: tuple[tuple[Any, ...], dict[str, Any]]) -> str:
 class Recorder(TorchDispatchMode):
     """Writes down every operator below autograd, and what modules and autograd tell it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self._on_host = device == "cpu"
         self.events: list[TraceEvent] = []
         self.known: set[int] = set()
         self.gradients: set[int] = set()
@@ -309,9 +312,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         with without_functions():
             out, kernel = self._results.run(func, args, kwargs or {})
+            beside = scratch_of(func, args, out) if self._on_host else 0
+            if beside:
+                self._write("alloc", storage=_SCRATCH, nbytes=beside)
             for tensor in pytree.tree_leaves(out):
                 if isinstance(tensor, Tensor):
                     self._meet(tensor)
+            if beside:
+                self._write("free", storage=_SCRATCH, nbytes=beside)
             if kernel is not None:
                 self.note_kernel(kernel)
             return out
