@@ -99,6 +99,15 @@ def test_names_count_up_and_the_newest_is_the_last_saved(tmp_path: Path) -> None
     assert checkpoint.newest(tmp_path) == paths[2]
 
 
+def test_a_run_says_where_its_checkpoints_are(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint, and is none$"):
+        sw.load(tmp_path, model)
+    sw.save(tmp_path / "checkpoints", model, step=1)
+    with pytest.raises(CheckpointError, match=r"is none: those of a run are in .*/checkpoints"):
+        sw.load(tmp_path, model)
+
+
 def test_rotation_never_removes_the_last_finite_one(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     for step in range(3):

@@ -31,6 +31,7 @@ from shardwise.checkpoint.pieces import Part
 from shardwise.checkpoint.storage import Storage, storage_of
 from shardwise.checkpoint.trees import bytes_of
 from shardwise.checkpoint.write import BATCH_BYTES, JOIN_BYTES, make_header
+from shardwise.run_files import CHECKPOINTS
 
 THREADS = 4
 
@@ -53,7 +54,9 @@ def locate(path: str | os.PathLike[str]) -> str:
         return storage.root
     found = newest(path)
     if found is None:
-        raise CheckpointError(f"{os.fspath(path)} has no checkpoint, and is none")
+        inside = storage.join(CHECKPOINTS)
+        hint = f": those of a run are in {inside}" if newest(inside) is not None else ""
+        raise CheckpointError(f"{os.fspath(path)} has no checkpoint, and is none{hint}")
     return found
 
 
