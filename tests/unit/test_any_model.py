@@ -261,6 +261,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
            "vocab_size": 64},
     "mixtral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
     "vit": {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8},
+    "clip": {"vision_config": {**SMALL, "image_size": 32, "patch_size": 8}},
 }  # fmt: skip
 
 

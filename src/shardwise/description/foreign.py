@@ -245,9 +245,10 @@ def inputs_of_config(model: nn.Module, samples: int, sequence: int) -> Call | No
 
     given = {main: make(samples, sequence)}
     if main == "pixel_values":
-        side = getattr(config, "image_size", 224)
+        seen = getattr(config, "vision_config", config)  # CLIP's kind has one for each side
+        side = getattr(seen, "image_size", 224)
         height, width = side if isinstance(side, list | tuple) else (side, side)
-        channels = getattr(config, "num_channels", 3)
+        channels = getattr(seen, "num_channels", 3)
         given[main] = make(samples, channels, height, width, dtype=torch.float32)
     kind = type(model).__name__
     if kind.endswith("ForQuestionAnswering"):
