@@ -419,6 +419,51 @@ def test_evaluation_leaves_the_model_as_it_was(two: Ranks, name: str) -> None:
         assert same
 
 
+class Beside(nn.Module):
+    """Keeps a loss of what is inside, and returns what its `head`, which then goes unused, makes of
+    it: with a gradient or without.
+    """
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList(Block(8, 16) for _ in range(2))
+        self.head = nn.Linear(8, 2)
+        self.detached = detached
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = x * self.scale
+        self.loss = x.square().mean()
+        return self.head(x).detach() if self.detached else self.head(x)
+
+
+def _beside(name: str, detached: bool) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plan = sw.Plan.of(name, mesh=world, average=True)
+    alone, model = Beside(detached), sw.shard(Beside(detached), plan)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    batches = torch.randn(3, world, 4, 8, generator=torch.Generator().manual_seed(1))
+    for batch in batches:
+        model(batch[rank])
+        model.loss.backward()
+        for each in batch:
+            alone(each)
+            (alone.loss / world).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return difference(sw.full_state_dict(model), alone.state_dict())
+
+
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_a_loss_that_is_kept_beside_the_output(two: Ranks, name: str) -> None:
+    """No gradient comes to what the model returns: the first one that is complete tells."""
+    assert max(two.run(_beside, name, False)) < BOUND
+
+
 def _thaw(name: str, by_torch: bool) -> float:
     """Freeze a matrix after two steps and thaw another; equals one process doing the same."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -270,6 +270,7 @@ class Engine:
         """One more gradient is complete. With the last one the unit's backward is over, unless
         those of its inputs are still to come.
         """
+        self.open_backward()  # the first sign of one whose loss is not made of the model's output
         if unit.gradients is not None:
             unit.gradients.place(shown)
         progress = self.schedule.current.of[unit]
