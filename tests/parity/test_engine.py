@@ -458,10 +458,13 @@ def _beside(name: str, detached: bool) -> float:
     return difference(sw.full_state_dict(model), alone.state_dict())
 
 
+@pytest.mark.parametrize("detached", (False, True))
 @pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
-def test_a_loss_that_is_kept_beside_the_output(two: Ranks, name: str) -> None:
-    """No gradient comes to what the model returns: the first one that is complete tells."""
-    assert max(two.run(_beside, name, False)) < BOUND
+def test_a_loss_that_is_kept_beside_the_output(two: Ranks, name: str, detached: bool) -> None:
+    """No gradient comes to what the model returns: the first one that is complete tells. And what
+    the root keeps for backward is there, though its output carries no gradient.
+    """
+    assert max(two.run(_beside, name, detached)) < BOUND
 
 
 def _thaw(name: str, by_torch: bool) -> float:

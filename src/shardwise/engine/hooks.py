@@ -247,7 +247,8 @@ class Node:
         if engine.forward_root is self and not recomputes:
             if not awaits_backward:
                 self._check_output(output)
-            engine.end_forward(awaits_backward)
+            # A loss may be kept beside the output: what backward needs of the root stays for it.
+            engine.end_forward(awaits_backward or self._trains)
 
     def _announce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Watch an output for which a transform of torch.func does not say whether a gradient will
@@ -258,12 +259,15 @@ class Node:
         watch = self._watch(weakref.ref(self))
         return cast(torch.Tensor, Announced.apply(lambda: watch(None), tensor))
 
+    @property
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and self.module.training
+
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
-        trains = torch.is_grad_enabled() and self.module.training
         # What could hide a tensor from `tensors_in`.
         hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, _PLAIN))
-        opaque = next(hidden, None) if trains else None
+        opaque = next(hidden, None) if self._trains else None
         if opaque is not None and self.engine.schedule.reduce_order:
             raise RuntimeError(
                 f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
