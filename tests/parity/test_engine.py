@@ -17,6 +17,7 @@ from shardwise.description.recompute import run_again
 from shardwise.description.workload import Recomputing
 from shardwise.engine import gradients
 from shardwise.engine.engine import engine_of
+from shardwise.schedule.unit import State
 from tests.parity.models import (
     VOCABULARY,
     Block,
@@ -417,6 +418,47 @@ def test_evaluation_leaves_the_model_as_it_was(two: Ranks, name: str) -> None:
     for error, same in two.run(_no_grad_forward, name):
         assert error < 1e-6
         assert same
+
+
+def _input_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of the gradient of the input, with another forward between it and its own backward."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean() + model(x.detach()).square().mean()
+
+
+def _penalised(name: str) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def build_net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(*[Block(8, 16) for _ in range(3)]), nn.Linear(8, 2))
+
+    alone, model = build_net(), build_net()
+    if name == "drop-in":
+        for module in (*model[0], model):  # type: ignore[index,misc]
+            sw.fully_shard(module)
+    else:
+        sw.shard(model, sw.Plan.of(name, mesh=world, average=True))
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    for batch in torch.randn(3, world, 4, 8, generator=torch.Generator().manual_seed(1)):
+        _input_penalty(model, batch[rank]).backward()
+        states = {unit.name: unit.state for unit in engine_of(model).units}
+        assert set(states.values()) == {State.FREE}, states
+        for each in batch:
+            (_input_penalty(alone, each) / world).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return difference(sw.full_state_dict(model), alone.state_dict())
+
+
+@pytest.mark.parametrize("name", ("zero2", "zero3", "drop-in"))
+def test_a_gradient_penalty(two: Ranks, name: str) -> None:
+    """A backward goes through the graph that another one made of itself: what that one had
+    gathered stays until then, and no longer.
+    """
+    assert max(two.run(_penalised, name)) < BOUND
 
 
 class Beside(nn.Module):

@@ -242,7 +242,7 @@ class Engine:
             if options.stays_shown and options.keep is True and not self.policy.refreshes:
                 unit.keep_evaluated()  # the next forward finds it there
                 continue
-            if self.policy.frees_after_step:
+            if self.policy.frees_after_step and not self.schedule.keeps_graph:
                 unit.free()
             unit.hide()
 
@@ -263,7 +263,7 @@ class Engine:
         self.schedule.before_backward(unit)
 
     def open_backward(self) -> None:
-        if self.schedule.open_backward():
+        if self.schedule.open_backward(makes_graph=torch.is_grad_enabled()):
             torch_private.call_after_backward(self.end_backward)
 
     def gradient_arrived(self, unit: Unit, shown: torch.Tensor) -> None:

@@ -76,7 +76,7 @@ class Pass(Generic[U]):
 
     def __init__(self, units: Sequence[U]) -> None:
         self.of = {unit: UnitPass(unit) for unit in units}
-        self.in_backward = False
+        self.in_backward = self.makes_graph = False
         self.ready: list[U] = []  # in the order in which their gradients were complete
         self.reduced = 0  # how many of the reduce order are issued
 
@@ -94,6 +94,9 @@ class Schedule(Generic[U]):
         self.current: Pass[U] = Pass(self.units)
         self.last_backward = True  # False: a later one of this step waits for the sums
         self.micro: tuple[int, int] | None = None  # (index, total) inside `microbatches`
+        # A backward made a graph of itself (a gradient penalty): the next one, which goes through
+        # it, needs at once what this one had gathered, and nobody tells which unit.
+        self.keeps_graph = False
 
     def set_gradients(self) -> None:
         """Other parameters are trained than before."""
@@ -145,7 +148,7 @@ class Schedule(Generic[U]):
     def after_forward(self, unit: U) -> None:
         """Hide the unit, and free it unless it is kept."""
         keep = unit.options.keep
-        if not self.policy.frees_in_pass or keep is True:
+        if not self.policy.frees_in_pass or keep is True or self.keeps_graph:
             if not unit.options.stays_shown:
                 unit.hide()
         elif keep is False:
@@ -169,11 +172,15 @@ class Schedule(Generic[U]):
 
     # Backward
 
-    def open_backward(self) -> bool:
-        """The first sign of a backward pass; false for a later one."""
+    def open_backward(self, makes_graph: bool = False) -> bool:
+        """The first sign of a backward pass; false for a later one. `makes_graph`: one that another
+        backward may go through.
+        """
         if self.current.in_backward:
             return False
         self.current.in_backward = True
+        self.current.makes_graph = makes_graph
+        self.keeps_graph |= makes_graph
         self.current.ready = []
         self.backward_order.begin(self.forward_order.current[::-1])
         return True
@@ -187,7 +194,8 @@ class Schedule(Generic[U]):
 
     def after_backward(self, unit: U) -> None:
         """Free the unit and reduce its gradients, in the order the ranks agreed on."""
-        if self.policy.frees_in_pass and unit.frees_early and not unit.options.keep_after_backward:
+        frees = self.policy.frees_in_pass and unit.frees_early and not self.keeps_graph
+        if frees and not unit.options.keep_after_backward:
             unit.free()
         now = self.current
         progress = now.of[unit]
@@ -237,8 +245,10 @@ class Schedule(Generic[U]):
 
     def close_backward(self) -> None:
         """Give back what only backward needed."""
+        self.keeps_graph = self.current.makes_graph
         self.current = Pass(self.units)
         frees = self.policy.frees_in_pass or (self.policy.frees_after_step and self.last_micro)
+        frees = frees and not self.keeps_graph
         for unit in self.units:
             unit.forget_piece()
             if not unit.options.keep_after_backward:
