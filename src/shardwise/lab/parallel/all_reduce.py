@@ -92,7 +92,6 @@ def run(arguments: argparse.Namespace) -> None:
             say(f"{ranks} ranks: calibrating, then {len(fits)} messages")
             backend = BOTH if nccl else "gloo"
             effort = QUICK if arguments.quick else CALIBRATED
-            os.environ[SHARED_MEMORY] = "0"  # the table is of backends
             answer = ask_ranks(measure, fits, effort, world=ranks, backend=backend)
             cluster = describe_links(ranks, answer["points"])
             for case, found in zip(fits, answer["messages"], strict=True):
@@ -110,6 +109,7 @@ def _fits(case: Case) -> bool:
 
 def measure(cases: list[Case], effort: Effort) -> dict[str, Any]:
     """What each of the ranks runs: the links as `calibrate` sees them, then every message."""
+    os.environ[SHARED_MEMORY] = "0"  # of this rank alone: the table is of backends
     found = Findings({}, {}, NOTHING, NOTHING)
     measure_links(found, effort, lambda what: None)
     points = [(p.kind, p.nbytes, p.seconds) for p in found.collectives]
