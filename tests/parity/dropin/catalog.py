@@ -44,11 +44,19 @@ SCENARIOS: dict[str, list[Scenario]] = {}  # by theme: the last part of the scen
 
 
 def case(
-    world: int = 2, *, engines: tuple[str, ...] = ENGINES, **choices: tuple[Any, ...]
+    world: int = 2,
+    *,
+    engines: tuple[str, ...] = ENGINES,
+    there: bool = True,
+    **choices: tuple[Any, ...],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a scenario on `world` ranks, one case for each combination of `choices`."""
+    """Add a scenario on `world` ranks, one case for each combination of `choices`; not if this
+    torch has not what it is about (`there`).
+    """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
+        if not there:
+            return function
         listed = SCENARIOS.setdefault(function.__module__.rpartition(".")[2], [])
         for values in itertools.product(*choices.values()):
             labels = [_label(value) for value in values]

@@ -18,6 +18,12 @@ from torch.func import functional_call
 
 from shardwise.engine.torch_private import ALL_GATHER, REDUCE_SCATTER
 
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+except ImportError:
+    ShardPlacementResult = None
+MESHES_BY_PARAMETER = ShardPlacementResult is not None  # torch 2.11 has none
+
 BOUND = 1e-5  # relative, per tensor
 WIDTH = 8
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,7 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.parity.dropin.catalog import Api, case
 from tests.parity.dropin.common import (
+    MESHES_BY_PARAMETER,
     WIDTH,
+    ShardPlacementResult,
     assert_close,
     assert_trains_alike,
     average_backward,
@@ -86,13 +88,13 @@ def _two_meshes(model: nn.Module) -> tuple[Any, Any]:
     pairs = FSDPMeshInfo(mesh(2, 2, names=("far", "near"))["near"], shard_mesh_dim=0)
     chosen = {model.layers[0].up.weight, model.layers[0].down.weight}
 
-    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+    def place(parameter: nn.Parameter) -> Any:
         return ShardPlacementResult(Shard(0), pairs) if parameter in chosen else None
 
     return pairs, place
 
 
-@case(4, reshard=(True, False))
+@case(4, there=MESHES_BY_PARAMETER, reshard=(True, False))
 def meshes_per_parameter(api: Api, reshard: bool) -> None:
     """Gradients are averaged over the parameter's own mesh."""
     rank = dist.get_rank()
@@ -124,7 +126,7 @@ def meshes_per_parameter(api: Api, reshard: bool) -> None:
             assert_close(parameter.grad, expected, f"gradient of {name}")
 
 
-@case(4)
+@case(4, there=MESHES_BY_PARAMETER)
 def meshes_per_parameter_are_groups(api: Api) -> None:
     """One gather and one scatter for each mesh of a module, over its own ranks."""
     model = Stack()

@@ -6,11 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from tests.parity.dropin.catalog import Api, case
-from tests.parity.dropin.common import WIDTH, batch, grid, line, mesh, raises
+from tests.parity.dropin.common import (
+    MESHES_BY_PARAMETER,
+    WIDTH,
+    ShardPlacementResult,
+    batch,
+    grid,
+    line,
+    mesh,
+    raises,
+)
 from tests.parity.dropin.models import Stack, wrap
 from tests.parity.dropin.setters import CountingGather
 
@@ -143,7 +152,11 @@ def part_of_a_group(api: Api) -> None:
         model.head(batch(0, 0))
 
 
-@case(4, setter=("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"))
+@case(
+    4,
+    there=MESHES_BY_PARAMETER,
+    setter=("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"),
+)
 def one_setting_for_several_meshes(api: Api, setter: str) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     pairs = FSDPMeshInfo(mesh(2, 2, names=("far", "near"))["near"], shard_mesh_dim=0)
@@ -157,7 +170,7 @@ def one_setting_for_several_meshes(api: Api, setter: str) -> None:
         getattr(model, setter)(CountingGather())
 
 
-@case(4)
+@case(4, there=MESHES_BY_PARAMETER)
 def two_descriptions_of_one_mesh(api: Api) -> None:
     near = mesh(2, 2, names=("far", "near"))["near"]
     with raises(ValueError, "must use the same FSDPMeshInfo"):
