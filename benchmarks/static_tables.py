@@ -12,6 +12,7 @@ GIB = 2**30
 # Of the rows of `bench step --cases static`: what each candidate is called in the table.
 CANDIDATES = {
     "theirs": "`fully_shard`",
+    "theirs, segments that grow": "`fully_shard`, `expandable_segments`",
     "fully_shard, captured": "`fully_shard`, `torch.cuda.graph`",
     "ours, eager": "ours",
     "ours, eager, arena": "ours, arena",
@@ -30,10 +31,13 @@ def make_static(result: Result) -> list[str]:
             lines.append([f"`{row['case']}`", row["failure"], *[""] * (len(heads) - 2)])
             continue
         sides = {name: row[name] for name in ("ours", "theirs")} | row["beside"]
+        alone = row.get("alone", {})
         for name, words in CANDIDATES.items():
             if name in sides:
-                cells = _times(sides, name) + _memory(row.get("alone", {}), name)
+                cells = _times(sides, name) + _memory(alone, name)
                 lines.append([f"`{row['case']}`", words, *cells])
+            elif name in alone:
+                lines.append([f"`{row['case']}`", words, *[""] * 5, *_memory(alone, name)])
             elif name in row.get("failures", {}):
                 failed = [row["failures"][name], *[""] * (len(heads) - 3)]
                 lines.append([f"`{row['case']}`", words, *failed])

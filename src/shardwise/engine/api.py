@@ -40,9 +40,13 @@ def shard(model: nn.Module, plan: Plan, device: torch.device | None = None) -> n
     device = device or find_device(model)
     plan = plan.resolve(model)
     checks.check_plan(plan)
+    if device.type == "cuda":
+        torch_private.let_segments_grow()  # before anything that stays is allocated
     mesh = mesh_of(plan, device)
     units = attach(model, plan, mesh)
     _start(model, plan, units, mesh)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the whole parameters' memory goes back to the device
     return model
 
 
@@ -60,8 +64,6 @@ def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
     """An engine over `units`, the hooks that call it, and what `copy.deepcopy` calls."""
     on_gpu = mesh.device.type == "cuda"
     arena = Arena(mesh.device) if plan.has_arena(on_gpu) else None
-    if arena is not None and on_gpu:
-        torch_private.let_segments_grow()
     executor = TensorExecutor(mesh.device, arena)
     engine = Engine(model, units, mesh, plan.policy, executor)
     engine.plan = plan

@@ -137,6 +137,10 @@ class Arena:
             unit.free()
         self._lives.noting = False
         self.layout, self._sharing = layout, layout.sharing()
+        if self.device.type == "cuda":
+            # What lanes had for themselves has its place in the block now; no other stream could
+            # take it.
+            torch.cuda.empty_cache()
         self.block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
         for unit in engine.units:
             unit.move()

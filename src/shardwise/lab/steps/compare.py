@@ -25,10 +25,12 @@ from shardwise.lab.steps.cases import Family, StepCase, StepChoice, describe_cas
 from shardwise.lab.steps.engines import Wrap, Wrapped
 from shardwise.lab.steps.measure import BenchmarkError, insist_on_static_steps, measure
 from shardwise.lab.steps.models import build_model
+from shardwise.profiling import footprint
 from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import Side
 
 SIDES = ("ours", "theirs")
+GROWING = "theirs, segments that grow"  # torch's engine with the allocator as a Plan sets it
 
 
 RATIOS = {
@@ -98,7 +100,7 @@ def _ask(family: Family, case: StepCase, quick: bool) -> list[Row]:
 def _measure_alone(file: RowFile, family: Family, case: StepCase, row: Row) -> None:
     """Add bytes of each candidate in a process that has nothing else on the device."""
     found = row.setdefault("alone", {})
-    for name in [name for name in _wraps(case) if "allocated" not in found.get(name, {})]:
+    for name in [n for n in (*_wraps(case), GROWING) if "allocated" not in found.get(n, {})]:
         if name in row.get("failures", {}):
             continue
         if file.time_is_up():
@@ -117,9 +119,12 @@ def take_memory(family: Family, case: StepCase, strategy: str, name: str) -> dic
     """The most bytes that a candidate has allocated and reserved since its process, which is a new
     one, began, and what is reserved once its steps repeat.
     """
+    if name == GROWING:
+        footprint.let_segments_grow()
+    wrap = _wraps(case)["theirs" if name == GROWING else name]
     with joined(0, family.world), case.open_network(), insist_on_static_steps():
         tokens = draw_tokens(case.size, case.batch, case.length, family.device)
-        step = _build(_wraps(case)[name], strategy, family, case).step_on(*tokens)
+        step = _build(wrap, strategy, family, case).step_on(*tokens)
         for _ in range(case.warmup + 2):
             step()
         torch.cuda.synchronize()
