@@ -21,7 +21,7 @@ import shardwise as sw
 from shardwise.engine import capture as captures
 from shardwise.engine import rates as engine_rates
 from shardwise.engine import static, torch_private
-from shardwise.engine.capture import CapturedStep, find_needs, signature_of
+from shardwise.engine.capture import CapturedStep, signature_of
 from shardwise.engine.engine import engine_of
 from shardwise.engine.recorder import Uncapturable
 from shardwise.engine.step_state import Before, Left, Watched
@@ -256,11 +256,11 @@ def test_gradients_that_were_not_there_when_it_was_recorded_keep_a_call_eager(
 def test_what_a_recording_needs_of_gradients() -> None:
     p, q, r, s = (nn.Parameter(torch.zeros(1)) for _ in range(4))
     added, taken, made = torch.ones(1), torch.ones(1), torch.ones(1)
-    before, after = Left(Watched()), Left(Watched())
-    before.hung = [(p, None), (q, added), (r, taken), (s, taken)]
+    gone = weakref.ref(torch.ones(1))
+    before, after = Before(Watched()), Left(Watched())
+    before.hung = [(p, None), (q, weakref.ref(added)), (r, taken), (s, gone)]
     after.hung = [(p, made), (q, added), (r, made), (s, None)]
-    needs = find_needs(before, after)
-    assert [(id(a), b) for a, b in needs] == [(id(p), None), (id(q), added)]
+    assert [(id(a), b) for a, b in before.needs(after)] == [(id(p), None), (id(q), added)]
 
 
 def test_a_recording_that_fails_leaves_everything_as_it_was(on_cpu: None) -> None:
@@ -302,6 +302,47 @@ def test_a_recording_that_fails_leaves_everything_as_it_was(on_cpu: None) -> Non
         for i in range(4, 7):
             step(draw(i))
     assert step.reason == "recording it failed" and step._recorder.recorded == 1
+
+
+def test_gradients_that_a_failed_recording_let_go_of_are_there_again(on_cpu: None) -> None:
+    """A step that begins by letting go of them, as most do: nobody holds them while it is recorded;
+    those that somebody else holds are the very same afterwards.
+    """
+    run = Run()
+
+    def begins_anew(batch: torch.Tensor) -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = run.model(batch).float().square().mean()
+        loss.backward()
+        run.optimizer.step()
+        return loss.detach()
+
+    step = captured(begins_anew)
+    for i in range(3):
+        step(draw(i))
+    first, *others = run.model.parameters()
+    held, gone = first.grad, [weakref.ref(p.grad) for p in others]
+    expected = [p.grad.to_local().clone() for p in (first, *others)]  # type: ignore[union-attr]
+    step._recorder.fails = RuntimeError("no")
+    found: list[Any] = []
+
+    class Watching(Before):
+        def restore(self) -> None:
+            found.append([reference() for reference in gone])
+            super().restore()
+            found.append([p.grad for p in (first, *others)])
+            found.append([grad.to_local().clone() for grad in found[1]])
+
+    captures.Before = Watching  # type: ignore[misc]
+    try:
+        with pytest.warns(UserWarning, match="goes on eagerly: recording it failed"):
+            step(draw(3))
+    finally:
+        captures.Before = Before  # type: ignore[misc]
+    assert found[0] == [None] * len(others) and found[1][0] is held
+    assert all(map(torch.equal, found[2], expected))
+    step(draw(4))
+    assert all(p.grad is not None for p in (first, *others))
 
 
 def test_a_rate_changed_inside_the_step_is_not_captured(on_cpu: None) -> None:

@@ -123,18 +123,6 @@ class Recording:
         return transform(self.outputs, lambda tensor: tensor.detach().clone())
 
 
-def find_needs(before: Left, after: Left) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """A gradient that was missing must be missing again, and one that was added to must be the
-    same. One that the step took off, or replaced, may be any.
-    """
-    ends = {id(parameter): grad for parameter, grad in after.hung}
-    return [
-        (parameter, grad)
-        for parameter, grad in before.hung
-        if grad is None or ends.get(id(parameter)) is grad
-    ]
-
-
 class CapturedStep(Generic[Arguments, Result]):
     """A step that is captured; `reason` says why it is not, where it is not."""
 
@@ -331,7 +319,7 @@ class CapturedStep(Generic[Arguments, Result]):
         at = iter(inputs)
         args, kwargs = transform(given, lambda _: next(at))
         lanes = [stream for engine in watched.engines for stream in engine.executor.streams]
-        before, undo, refusal = Left(watched), Before(watched), ""
+        before, refusal = Before(watched), ""
         for optimizer in watched.optimizers:
             self._rates.install(optimizer)
         static.on, static.fixed = self, True
@@ -340,7 +328,7 @@ class CapturedStep(Generic[Arguments, Result]):
         except Uncapturable as error:
             refusal = str(error)
         except BaseException:
-            undo.restore()
+            before.restore()
             raise
         finally:
             static.on, static.fixed = None, False
@@ -348,14 +336,14 @@ class CapturedStep(Generic[Arguments, Result]):
         try:
             self._share_refusal(watched.engines[0].agreement.everybody(refusal))
         except Uncapturable:
-            undo.restore()
+            before.restore()
             raise
         after = Left(watched)
         outputs, replay = recorded
-        needs = find_needs(before, after)
-        self.recordings[key] = Recording(inputs, outputs, replay, needs, after, watched.keep())
+        needs, kept = before.needs(after), watched.keep()
+        self.recordings[key] = Recording(inputs, outputs, replay, needs, after, kept)
         self._calls.pop(key, None)
-        del before, undo  # with the gradients of the last eager step
+        del before  # with what it held of the last eager step
         self._recorder.give_back()
         return cast(Result, self.recordings[key].run([]))
 

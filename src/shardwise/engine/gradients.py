@@ -155,12 +155,15 @@ class Gradients:
         hooked = any(map(torch_private.gradient_hooks, self.visible))
         if self.sums is not None and self._hangs_as_left and not hooked:
             return False
-        self._take_memory()
+        self._make_sums()
         self._absent = frozenset()
+        return True
+
+    def _make_sums(self) -> None:
+        self._take_memory()
         self.summed = self.locals
         if self._specs:
             self.summed = list(map(torch_private.make_dtensor, self.locals, self._specs))
-        return True
 
     @property
     def _hangs_as_left(self) -> bool:
@@ -169,6 +172,10 @@ class Gradients:
             parameter.grad is summed or (parameter.grad is None and i in self._absent)
             for i, (parameter, summed) in enumerate(zip(self.visible, self.summed, strict=True))
         )
+
+    def is_own(self, i: int) -> bool:
+        """What hangs on the i-th parameter is a sum of ours."""
+        return bool(self.summed) and self.visible[i].grad is self.summed[i]
 
     @property
     def complete(self) -> bool:
@@ -196,6 +203,23 @@ class Gradients:
         """Be as when `left` was asked for."""
         self.sums, self.flat, self.locals, self.summed, missing, self._absent = left
         self._missing = set(missing)
+
+    def set_aside(self) -> tuple[torch.Tensor | None, set[int], frozenset[int]]:
+        """What a step has left here, on the host: a copy, which keeps no memory of the device."""
+        sums = None if self.sums is None else self.sums.to("cpu")
+        return sums, set(self._missing), self._absent
+
+    def take_back(self, aside: tuple[torch.Tensor | None, set[int], frozenset[int]]) -> None:
+        """Be as when it was set aside, with sums in new memory. What still hangs on the parameters
+        and is not one of these is not ours any more.
+        """
+        sums, missing, absent = aside
+        self.drop()
+        if sums is not None:
+            self._make_sums()
+            assert self.sums is not None
+            self.sums.copy_(sums)
+        self._missing, self._absent = set(missing), absent
 
     def clear(self) -> None:
         """Take the sums off the parameters again."""

@@ -225,6 +225,10 @@ class GroupRuns:
             _share_numbers([run for run in changed if len(run.members) > 1])
             for run in changed:
                 run.show_state(public)
+            if changed[0].tensor.is_cuda and not torch_private.is_recording():
+                # State that stays was put between what comes and goes: the rest goes back, so that
+                # the next step lies where there is room.
+                torch.cuda.empty_cache()
             shared = (numbers for run in self.runs for numbers, _ in run.shared.values())
             self._shared = list(dict.fromkeys(shared))
         for numbers in self._shared:

@@ -6,6 +6,7 @@ graph was recorded (`look`), and what a step leaves on the parameters is put the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 from shardwise.engine.collectives import DONE
 from shardwise.engine.engine import Engine
+from shardwise.engine.gradients import Gradients
 from shardwise.engine.torch_private import buffers_of, local_of
 from shardwise.schedule.moments import Pass
 from shardwise.schedule.unit import Reduces, State, StepSums
@@ -181,13 +183,39 @@ class Left:
                 gradients.put_back(left)
 
 
+Hung = list[tuple[torch.Tensor, torch.Tensor | weakref.ref[torch.Tensor] | None]]
+
+
 class Before:
     """Engines before a step that may fail while it is recorded: nothing has run on the device, so
     what Python has noted since is undone, and the memory that it took given back.
+
+    The gradients that the last step left are copied to the host meanwhile: a step that begins by
+    letting go of them has their memory for its own.
     """
 
     def __init__(self, watched: Watched) -> None:
-        self._left, self._optimizers = Left(watched), []
+        made = {
+            id(visible): (unit.gradients, i)
+            for engine in watched.engines
+            for unit in engine.units
+            if unit.gradients is not None
+            for i, visible in enumerate(unit.gradients.visible)
+        }
+        # Each parameter with its gradient; with a reference that does not hold it, and whose it is,
+        # where it can be made again.
+        self.hung: Hung = []
+        self._made: dict[int, tuple[Gradients, int]] = {}
+        for parameter in watched.parameters:
+            grad, of = parameter.grad, made.get(id(parameter))
+            if grad is not None and of is not None and of[0].is_own(of[1]):
+                self._made[id(parameter)] = of
+                self.hung.append((parameter, weakref.ref(grad)))
+            else:
+                self.hung.append((parameter, grad))
+        gradients = (u.gradients for e in watched.engines for u in e.units)
+        self._aside = [(g, g.set_aside()) for g in gradients if g is not None]
+        self._optimizers = []
         self._engines = [(engine, _orders(engine), engine.backwards) for engine in watched.engines]
         self._full = {
             unit for e in watched.engines for unit in e.units if unit.state is State.READY
@@ -196,6 +224,18 @@ class Before:
             states = [(p, state, dict(state)) for p, state in optimizer.state.items()]
             groups = [dict(group) for group in optimizer.param_groups]
             self._optimizers.append((optimizer, states, groups))
+
+    def needs(self, after: Left) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """What a replay has to find: a gradient that was missing must be missing again, and one
+        that was added to must be the same. One that the step took off, or replaced, may be any.
+        """
+        ends = {id(parameter): grad for parameter, grad in after.hung}
+        needs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for parameter, grad in self.hung:
+            was = grad() if isinstance(grad, weakref.ref) else grad
+            if grad is None or (was is not None and ends.get(id(parameter)) is was):
+                needs.append((parameter, was))
+        return needs
 
     def restore(self) -> None:
         for engine, orders, backwards in self._engines:
@@ -222,7 +262,7 @@ class Before:
             schedule.current = Pass(engine.units)
             engine.forward_root = engine.hold = engine.interrupted = None
             engine.failed = False
-        self._left.put_back()
+        self._hang_again()
         for optimizer, states, groups in self._optimizers:
             optimizer.state.clear()
             for parameter, state, content in states:
@@ -232,6 +272,17 @@ class Before:
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
+
+    def _hang_again(self) -> None:
+        for gradients, aside in self._aside:
+            gradients.take_back(aside)
+        for parameter, grad in self.hung:
+            if isinstance(grad, weakref.ref):
+                gradients, i = self._made[id(parameter)]
+                there = grad()
+                parameter.grad = gradients.summed[i] if there is None else there
+            else:
+                parameter.grad = grad
 
 
 def _orders(engine: Engine) -> list[tuple[list[Any], list[Any]]]:
