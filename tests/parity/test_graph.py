@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.engine import engine_of
+from shardwise.graph import backend, runtime
 from tests.parity.models import VOCABULARY, Block
 from tests.ranks import Ranks
 
@@ -251,6 +252,42 @@ def test_a_graph_sends_what_the_plan_says(two: Ranks) -> None:
     graph, engine = two.run(calls_of, True)[0], two.run(calls_of, False)[0]
     names = [name for name, _, _ in engine]
     assert sorted(name for name, _, _ in graph) == sorted(names)
+
+
+def reads_of(plan: str, passes: tuple[str, ...] | None) -> list[str]:
+    """Messages of which something that they are packed of might be written before it is packed."""
+    torch.compiler.reset()
+    model, wrong, seen = Net(), [], set()
+
+    def look(graph: torch.fx.Graph) -> torch.fx.Graph:
+        graph = runtime.send_by_groups(graph)
+        at = {node: i for i, node in enumerate(graph.nodes)}
+        for node in graph.nodes:
+            if node.target not in (runtime.SCATTER, runtime.ADD_UP, runtime.GATHER):
+                continue
+            seen.add(str(node.target).split(".")[1])
+            ends = [user for user in node.users if user.target is runtime.LET_GO]
+            arrives = [user for user in node.users if user.target is runtime.ARRIVE]
+            ok = len(ends) == len(arrives) == 1 and list(ends[0].args[1]) == list(node.args[0])
+            if not (ok and at[node] < at[ends[0]] < at[arrives[0]]):
+                wrong.append(node.format_node())
+        return graph
+
+    plain, backend.send_by_groups = backend.send_by_groups, look
+    try:
+        chosen = sw.Plan.of(plan, mesh=2, units=("layers.*",), compute_dtype="bfloat16")
+        sw.compile(model, chosen, backend="graph", passes=passes)
+        model(torch.zeros(1, 2, dtype=torch.long)).float().sum().backward()
+    finally:
+        backend.send_by_groups = plain
+    return wrong or sorted(seen)
+
+
+def test_what_a_message_is_packed_of_stays_until_it_is(two: Ranks) -> None:
+    """Lanes pack beside compute, and torch's compiler uses memory again after its last reader."""
+    assert two.run(reads_of, "zero3", None)[0] == ["scatter"]
+    assert two.run(reads_of, "ddp", None)[0] == ["add_up"]
+    assert two.run(reads_of, "zero3", ("bucket",))[0] == ["gather", "scatter"]
 
 
 def foreign(kind: str) -> tuple[float, int]:

@@ -21,7 +21,7 @@ from shardwise.graph.nodes import (
     REDUCE_SCATTER,
     WAIT,
 )
-from shardwise.graph.runtime import ADD_UP, ARRIVE, DELIVER, GATHER_KEPT, SCATTER
+from shardwise.graph.runtime import ADD_UP, ARRIVE, DELIVER, GATHER_KEPT, LET_GO, SCATTER
 from shardwise.planning.rows import Rows
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.schedule.policy import UnitPolicy
@@ -111,6 +111,8 @@ class GraphExecutor:
         self.together = together
         # Over replicas, not waited for: a unit's sums, and those of them that are under way.
         self._summing: list[tuple[GraphUnit, dict[int, Node], Message | dict[int, Node]]] = []
+        # Sums that nothing reads before the end of the pass: not waited for until then.
+        self._landing: list[tuple[GraphUnit, Message]] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Append a call of an operator, with an example of its value."""
@@ -157,6 +159,10 @@ class GraphExecutor:
             sent = self.call(GATHER_KEPT, parts[first], *kept, *group, dtype)
             shapes = {n: (numel * group[0],) for n, numel in numels.items()}
             unit.under_way = Message(sent, shapes)
+
+    def _let_go(self, sent: Message) -> None:
+        """What a message is packed of has to stay until here: only its packing reads it."""
+        self.call(LET_GO, sent.node, sent.node.args[0])
 
     def _wait(self, sent: Message | dict[int, Node]) -> dict[int, Node]:
         """What was sent, when it has arrived."""
@@ -295,8 +301,26 @@ class GraphExecutor:
     def drop(self, held: Held) -> None: ...
 
     def join(self, reduction: GraphReduction) -> None:
-        reduction.held.content.update(self._wait(reduction.scattering))
+        """Wait for what was sent; where its sums are only laid down at the end of the pass, until
+        it is packed: then its gradients' memory may go.
+        """
+        unit, sent = reduction.unit, reduction.scattering
+        if isinstance(sent, Message):
+            self._let_go(sent)
+        if isinstance(sent, Message) and self._lands_late(unit):
+            self._landing.append((unit, sent))
+            for number in sent.shapes:
+                del reduction.held.content[number]
+        else:
+            reduction.held.content.update(self._wait(sent))
         reduction.scattering, reduction.pending = {}, None
+
+    @staticmethod
+    def _lands_late(unit: GraphUnit) -> bool:
+        """No other sum is added to this one, nor is it made something else of."""
+        each = unit.parameters.values()
+        as_it_is = all(p.reduce == p.master and p.divide_after == 1.0 for p in each)
+        return as_it_is and unit.replicas == 1 and unit.sums.partial is None
 
     def hold(self, reduction: GraphReduction) -> None: ...
 
@@ -307,7 +331,12 @@ class GraphExecutor:
         return self.call(DELIVER, sink, list(results.values()), list(results))
 
     def finish(self) -> None:
-        """Wait for the sums over replicas."""
+        """Wait for the sums that are still on their way."""
+        for unit, sent in self._landing:
+            self._end(unit, self._wait(sent))
+        self._landing = []
         for unit, found, summing in self._summing:
+            if isinstance(summing, Message):
+                self._let_go(summing)
             self._end(unit, found | self._wait(summing))
         self._summing = []

@@ -114,6 +114,10 @@ class Lowering:
         schedule.open_backward()
         for unit in roots:
             schedule.before_backward(unit)
+        if not roots:  # kept from forward: what comes next is sent for while the loss's end runs
+            for unit in order[: schedule.policy.backward_prefetch]:
+                if unit.options.gathers_in_backward:
+                    unit.gather()
         walk.run(schedule.before_backward, schedule.after_backward)
         schedule.end_backward()
         return walk.end()

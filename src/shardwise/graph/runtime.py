@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from shardwise.engine.collectives import Buffer, Group, Handle
+from shardwise.engine.collectives import DONE, Buffer, Group, Handle
 from shardwise.engine.engine import Engine
 from shardwise.engine.executor import Lane
 from shardwise.engine.gradients import Slot
@@ -53,6 +53,9 @@ _library.define("deliver(Tensor place, Tensor[] gradients, int[] numbers) -> Ten
 _library.define("add_up(Tensor[] sums, str group, ScalarType dtype) -> Tensor")
 # Nothing is written; but whoever reads it afterwards must come afterwards.
 _library.define("arrive(Tensor(a!) sent) -> ()")
+# What a message was packed of is read until here, and its memory may be used again afterwards: the
+# compiler goes by that, for it knows nothing of lanes. Compute waits for the packing only.
+_library.define("let_go(Tensor(a!) sent, Tensor[] packed) -> ()")
 
 GATHER = torch.ops.shardwise_sends.gather.default
 GATHER_KEPT = torch.ops.shardwise_sends.gather_kept.default
@@ -60,6 +63,7 @@ SCATTER = torch.ops.shardwise_sends.scatter.default
 DELIVER = torch.ops.shardwise_sends.deliver.default
 ADD_UP = torch.ops.shardwise_sends.add_up.default
 ARRIVE = torch.ops.shardwise_sends.arrive.default
+LET_GO = torch.ops.shardwise_sends.let_go.default
 
 
 @dataclass(frozen=True)
@@ -128,11 +132,21 @@ class _Sent:
     path: Path
     handle: Handle
     reads: Any
+    packed: Handle = DONE  # all that compute has to wait for to use the gradients' memory again
 
     def end(self) -> None:
         self.path.lane.join(self.handle)
+        self._drop()
+
+    def let_go(self) -> None:
+        """A slot is the lane's own, whose next pack comes behind this message."""
+        self.path.lane.join(self.packed)
+        self._drop()
+
+    def _drop(self) -> None:
         if isinstance(self.reads, _Packed):
             self.reads.give_back()
+        self.reads = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,8 @@ def _gather(parts: list[Tensor], ranks: int, name: str, dtype: torch.dtype) -> T
     own = _own_pieces(flat, numels, ranks, path.group.rank)
     with path.lane.behind_compute:
         foreach_copy_(own, parts)
-        return _start(flat, path, path.group.all_gather_all(outputs, own))
+        moment = path.lane.mark()
+        return _start(flat, path, path.group.all_gather_all(outputs, own), parts, moment)
 
 
 def _own_pieces(flat: Tensor, numels: list[int], ranks: int, rank: int) -> tuple[Tensor, ...]:
@@ -243,11 +258,14 @@ def _scatter(
     with path.lane.behind_compute:
         packed = _pack(gradients, ranks, mine) if path.lane.ordered else None
         if packed is not None:
-            return _start(mine, path, path.group.reduce_scatter(mine, packed.slot.flat), packed)
+            moment = path.lane.mark()
+            handle = path.group.reduce_scatter(mine, packed.slot.flat)
+            return _start(mine, path, handle, packed, moment)
         slot = mine.new_empty((ranks, rows))
         chunk_cat([g.expand(ranks) if g.dim() == 0 else g for g in gradients], ranks, slot)
+        moment = path.lane.mark()
         handle = path.group.reduce_scatter(mine, slot.view(-1))
-        return _start(mine, path, handle, (slot, gradients))
+        return _start(mine, path, handle, (slot, gradients), moment)
 
 
 def _pack(gradients: list[Tensor], ranks: int, mine: Tensor) -> _Packed | None:
@@ -274,14 +292,17 @@ def _add_up(terms: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
     flat = terms[0].new_empty(sum(each.numel() for each in terms), dtype=dtype)
     with path.lane.behind_compute:
         chunk_cat([t.view(1) if t.dim() == 0 else t for t in terms], 1, flat.view(1, -1))
-        return _start(flat, path, path.group.all_reduce(flat), terms)
+        moment = path.lane.mark()
+        return _start(flat, path, path.group.all_reduce(flat), terms, moment)
 
 
-def _start(output: Tensor, path: Path, handle: Handle, reads: Any = None) -> Tensor:
+def _start(
+    output: Tensor, path: Path, handle: Handle, reads: Any = None, packed: Handle = DONE
+) -> Tensor:
     if path.lane.ordered:
         handle.wait()
         handle = path.lane.mark()
-    _under_way[output.data_ptr()] = _Sent(path, handle, reads)
+    _under_way[output.data_ptr()] = _Sent(path, handle, reads, packed)
     return output
 
 
@@ -291,9 +312,17 @@ def _arrive(sent: Tensor) -> None:
         found.end()
 
 
+def _let_go(sent: Tensor, packed: list[Tensor]) -> None:
+    found = _under_way[sent.data_ptr()]
+    if found.path.lane.ordered:
+        found.let_go()
+    else:
+        _arrive(sent)
+
+
 for _name, _kernel in (
     ("gather", _gather), ("gather_kept", _gather_kept), ("deliver", _deliver),
-    ("scatter", _scatter), ("add_up", _add_up), ("arrive", _arrive),
+    ("scatter", _scatter), ("add_up", _add_up), ("arrive", _arrive), ("let_go", _let_go),
 ):  # fmt: skip
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
@@ -328,6 +357,11 @@ def _(sums: list[Tensor], group: str, dtype: torch.dtype) -> Tensor:
 
 @torch.library.register_fake("shardwise_sends::arrive", lib=_library)
 def _(sent: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("shardwise_sends::let_go", lib=_library)
+def _(sent: Tensor, packed: list[Tensor]) -> None:
     return None
 
 
@@ -371,6 +405,7 @@ def _replace(graph: Graph, node: Node) -> None:
     with graph.inserting_before(node):
         sent = call(_SENDS[kind], *args)
     with graph.inserting_before(first):
+        call(LET_GO, sent, inputs)
         call(ARRIVE, sent)
         tensors, at = [], 0
         for value, numel in zip(values, numels, strict=True):
