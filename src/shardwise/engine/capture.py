@@ -27,7 +27,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.engine.hooks import tensors_in, transform
 from shardwise.engine.rates import Rates
-from shardwise.engine.recorder import Recorder, Uncapturable
+from shardwise.engine.recorder import Recorder, Uncapturable, warm_up
 from shardwise.engine.step_state import Before, Left, Look, Watched, difference, host_state
 from shardwise.watch import rank as watched_rank
 from shardwise.watch.page import FORWARD
@@ -269,7 +269,7 @@ class CapturedStep(Generic[Arguments, Result]):
         static.on, static.fixed = self, rehearses
         try:
             if recorder is None:
-                result = run()
+                result = warm_up(run)
             else:
                 result = recorder.rehearse(run) if rehearses else recorder.warm(run)
         finally:

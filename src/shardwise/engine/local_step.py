@@ -67,12 +67,24 @@ def _before_step(
         engine.check_interrupted()
     if static.on is not None:
         static.on.meet_optimizer(optimizer)
-    if not engines or not _takes(optimizer):
+    if not engines:
+        return None
+    if not optimizer.state and engines[0].mesh.device.type == "cuda":
+        _make_room_for_state()
+    if not _takes(optimizer):
         return None
     stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
     groups = _FlatGroups(optimizer, known)
     stand_in.__dict__.update(optimizer.__dict__, param_groups=groups, state=groups.states)
     return (stand_in, *args[1:]), kwargs
+
+
+def _make_room_for_state() -> None:
+    """What comes and goes in a step has left gaps all over the allocator's memory. State that stays
+    would lie in them, and keep the pages around it: so the gaps go back to the device first.
+    """
+    if not torch_private.is_recording():
+        torch.cuda.empty_cache()
 
 
 def _takes(optimizer: torch.optim.Optimizer) -> bool:
@@ -225,10 +237,6 @@ class GroupRuns:
             _share_numbers([run for run in changed if len(run.members) > 1])
             for run in changed:
                 run.show_state(public)
-            if changed[0].tensor.is_cuda and not torch_private.is_recording():
-                # State that stays was put between what comes and goes: the rest goes back, so that
-                # the next step lies where there is room.
-                torch.cuda.empty_cache()
             shared = (numbers for run in self.runs for numbers, _ in run.shared.values())
             self._shared = list(dict.fromkeys(shared))
         for numbers in self._shared:

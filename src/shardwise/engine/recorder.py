@@ -39,11 +39,29 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """Where a thread warms up and records all its steps: libraries keep memory for every stream
     that they meet, and do not give it back when a step is let go.
     """
-    streams: dict[torch.device, torch.cuda.Stream]
+    streams: dict[int, torch.cuda.Stream]
     streams = _of_thread.__dict__.setdefault("streams", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-    return streams[device]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in streams:
+        streams[index] = torch.cuda.Stream(device)
+    return streams[index]
+
+
+def warm_up(run: Callable[[], Result], stream: torch.cuda.Stream | None = None) -> Result:
+    """Run a step on the stream that graphs are recorded on, of the current device if none is given:
+    what libraries keep for a stream is there then, and what stays after the step is not in another
+    stream's memory. As the program called it where no device has been used.
+    """
+    if not torch.cuda.is_initialized():
+        return run()
+    stream = stream or _stream_of(torch.device("cuda", torch.cuda.current_device()))
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            return run()
+    finally:
+        current.wait_stream(stream)
 
 
 class Recorder:
@@ -60,20 +78,14 @@ class Recorder:
         self._draws = True  # the step draws random numbers on the device
 
     def warm(self, run: Callable[[], Result]) -> Result:
-        """Run a step on the graphs' stream, so that what libraries keep for a stream is there. The
-        allocator gives no stream what it keeps for another one, so that is given back first.
+        """Run a step on the graphs' stream. The allocator gives no stream what it keeps for another
+        one, so that is given back first.
         """
         if not self._has_warmed:
             self._has_warmed = True
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                return run()
-        finally:
-            current.wait_stream(self._stream)
+        return warm_up(run, self._stream)
 
     def rehearse(self, run: Callable[[], Result]) -> Result:
         """The same, and see whether the step reads from the device or draws random numbers on the
@@ -153,7 +165,7 @@ class Recorder:
         """After a recording that failed: torch's allocator and generator may still take part in it,
         because torch ends them only after what can fail. Its stream is no other step's.
         """
-        _of_thread.__dict__.get("streams", {}).pop(self.device, None)
+        _of_thread.__dict__.get("streams", {}).pop(self._stream.device_index, None)
         # The allocator asks it which streams are being recorded, even then.
         _failed.append(graph)
         torch_private.end_recorded_memory(self.device, self._pool)
