@@ -45,8 +45,6 @@ def shard(model: nn.Module, plan: Plan, device: torch.device | None = None) -> n
     mesh = mesh_of(plan, device)
     units = attach(model, plan, mesh)
     _start(model, plan, units, mesh)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the whole parameters' memory goes back to the device
     return model
 
 

@@ -116,5 +116,9 @@ def attach(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Unit]:
         )
         if plan.average:
             divide(unit, plan.world)
+        if mesh.device.type == "cuda":
+            # What the whole parameters had goes back to the device, unit by unit: the next one's
+            # rows would lie in it, and keep the rest.
+            torch.cuda.empty_cache()
         units.append(unit)
     return units
