@@ -45,8 +45,7 @@ def test_the_fastest_comes_first_and_all_fit(ranking) -> None:
         assert candidate.needed_bytes <= ranking.limit_bytes
         assert candidate.needed_bytes == needed(candidate.peak_bytes, candidate.plan)
         assert candidate.breakdown.step == sum(candidate.breakdown.parts().values())
-        tokens = candidate.workload.tokens_per_step(8, candidate.plan.replicate)
-        assert tokens == 8 * 4 * 256
+        assert candidate.workload.tokens_on(candidate.plan.mesh) == 8 * 4 * 256
     assert {c.plan.name for c in ranking} == {"ddp", "zero1", "zero2", "zero3", "hsdp"}
 
 

@@ -328,7 +328,6 @@ def scaled(description: ModelDescription, factor: float, kernels: bool = True) -
                     backward=scale(s.backward),
                     recompute=scale(s.recompute),
                     saved_bytes=round(s.saved_bytes * factor),
-                    input_bytes=round(s.input_bytes * factor),
                     output_bytes=round(s.output_bytes * factor),
                 )
                 for s in unit.segments
