@@ -70,9 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     for key in file.missing(measures, key=str):
         say(key)
         file.add({"key": key, "kind": key.split()[0], **measures[key]()})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def _ask(function: Any, blocks: int, world: int, *more: Any) -> Any:

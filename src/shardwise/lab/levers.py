@@ -77,9 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     elif "step" in parts:
         for _ in file.missing(["step"], str):
             file.add({"key": "step", "part": "step", **time_steps(quick)})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def count_bytes(name: str) -> Row:

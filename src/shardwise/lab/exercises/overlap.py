@@ -140,9 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
         row["seed"] = seed004.DDP_STEPS.get(reduce, {}) if size == "xl" else {}
         file.add(row)
         say(f"{size} ddp {reduce}: " + row.get("failure", f"{row.get('step_ms')} ms"))
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw_overlap(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw_overlap, show)
 
 
 def show(rows: list[Row], facts: dict[str, Any]) -> None:

@@ -146,9 +146,7 @@ def run(arguments: argparse.Namespace) -> None:
         links = _read_links(answer["points"])
     if missing:
         file.add({"key": f"{base}/best", **case.describe(), **_find_best(file.rows, case, *links)})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def choose_case(arguments: argparse.Namespace) -> Case:

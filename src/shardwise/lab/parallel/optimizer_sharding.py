@@ -95,9 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
         row["document"] = document.OPTIMIZER_SHARDING[said] if way in ("whole", "sharded") else {}
         file.add(row)
         say(f"{WAYS[way]}: " + found.get("failure", f"{found.get('step_ms', 0):.1f} ms"))
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def count_by_formula(case: Case, way: str) -> dict[str, float]:
