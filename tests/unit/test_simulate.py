@@ -249,8 +249,8 @@ def test_the_order_alone_gives_the_peak() -> None:
     description = model()
     plan = resolved(Plan.of("zero3", 4), description)
     works = works_of(plan, description, Workload(8))
-    program = EngineStep(plan, works, Costs.of(CLUSTER), Workload(8)).build((1,))
-    assert program.peak() == simulate(plan, description, CLUSTER, Workload(8)).peak().total
+    peak = EngineStep(plan, works, Costs.of(CLUSTER), Workload(8)).peak((1,))
+    assert peak == simulate(plan, description, CLUSTER, Workload(8)).peak().total
 
 
 def test_a_host_without_streams_computes_and_waits_itself() -> None:

@@ -71,14 +71,6 @@ class Program:
     ops: tuple[Op, ...]
     changes: tuple[Change, ...]
 
-    def peak(self) -> int:
-        """The most bytes at any moment. It follows from the order alone, not from times."""
-        held = most = 0
-        for change in self.changes:
-            held += change.nbytes
-            most = max(most, held)
-        return most
-
 
 @dataclass
 class Builder:
