@@ -26,8 +26,9 @@ from shardwise.description.preset import SIZES, Size, load_preset, parameter_cou
 from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
-from shardwise.predict.describe import describe, describe_preset, describe_trace, trace_model
+from shardwise.predict.describe import describe, describe_trace, trace_model
 from shardwise.profiling.footprint import open_profiler, peak_on_cpu, read_events
+from tests.unit.presets import describe_preset
 
 SIZE = Size(d_model=64, d_ff=96, layers=3, heads=4, kv_heads=4, vocab=50)
 GROUPED = dataclasses.replace(SIZE, kv_heads=2)

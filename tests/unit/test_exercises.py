@@ -14,7 +14,7 @@ from shardwise.errors import UserError
 from shardwise.lab.paper import exercises, memory, time
 from shardwise.lab.paper.memory import GB, GIB
 from shardwise.planning.memory import count_kept, count_sent
-from shardwise.predict.describe import describe_preset
+from tests.unit.presets import describe_preset
 
 V5P = time.Chip.of(Cluster.load("tpu-v5p"))
 GIVEN = time.Layer(16384, 53248, x=16, y=4, axes_x=2, axes_y=1)

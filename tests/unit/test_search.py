@@ -16,12 +16,13 @@ from shardwise.description.preset import load_preset
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.planning.strategies import REDUCES
-from shardwise.predict.describe import TracedModel, describe, describe_preset
+from shardwise.predict.describe import TracedModel, describe
 from shardwise.predict.ranking import GB, MEMORY_MARGIN, Room
 from shardwise.predict.search import _Search, _splits, search
 from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import as_source, checkpointed
 from shardwise.predict.step import StepOptions
+from tests.unit.presets import describe_preset
 
 CLUSTER = Cluster.load("h100x8")
 WORKLOAD = Workload(256, 4)

@@ -101,8 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _fits(case: Case) -> bool:
-    free = free_bytes(torch.device("cpu"))
-    return free is None or COPIES * case.ranks * case.megabytes * MB < free
+    return COPIES * case.ranks * case.megabytes * MB < free_bytes(torch.device("cpu"))
 
 
 def measure(cases: list[Case], effort: Effort) -> dict[str, Any]:
