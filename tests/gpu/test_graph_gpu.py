@@ -14,11 +14,6 @@ from torch import nn
 import shardwise as sw
 from tests.ranks import Ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 
 class Net(nn.Module):
     def __init__(self, width: int) -> None:
