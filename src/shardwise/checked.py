@@ -270,6 +270,14 @@ def read_text(path: str | Path, what: str) -> str:
         raise UserError(f"{what} {path} is not text: {error}") from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user has named."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The tables of a TOML text; `where` it is from begins the message."""
     # tomllib takes minutes for one key of ten thousand dots.

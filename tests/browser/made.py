@@ -65,7 +65,6 @@ def model(blocks: int = 8) -> ModelDescription:
                         part(6e-3, 8_000_000, -16_000_000),
                         16_000_000,
                         4_000_000,
-                        4_000_000,
                     ),
                 ),
             )

@@ -23,11 +23,6 @@ from tests.gpu.standalone import run_all
 from tests.gpu.test_capture import DEVICE, Block, Net, draw, emulated
 from tests.ranks import Ranks
 
-try:
-    import pytest
-except ImportError:  # a GPU machine without test tools
-    pytest = None  # type: ignore[assignment]
-
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("zero3", {}),
     "zero3, bf16": ("zero3", {"compute_dtype": "bfloat16"}),
@@ -168,13 +163,6 @@ def test_one_rank_of_eight() -> None:
 def test_one_rank_of_eight_captured() -> None:
     with emulated():
         _fail(_all(True))
-
-
-if pytest is not None:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ]
 
 
 if __name__ == "__main__":

@@ -414,8 +414,6 @@ def run_job(name: str) -> tuple[str | None, float]:
 
 if pytest is not None:
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     @pytest.mark.parametrize("job", JOBS)
     def test_attention_on_a_gpu(job: str) -> None:
         function, *arguments = JOBS[job]

@@ -26,11 +26,6 @@ from shardwise.emulation.run import joined
 from tests.gpu.standalone import run_all
 from tests.ranks import Ranks
 
-try:
-    import pytest
-except ImportError:  # a GPU machine without test tools
-    pytest = None  # type: ignore[assignment]
-
 DEVICE = torch.device("cuda", 0)
 WIDTH, ROWS, STEPS = 64, 8, 12
 
@@ -456,13 +451,6 @@ def test_gloo_is_named() -> None:
             assert finite and "gloo moves the data of unit" in str(reason), reason
     finally:
         ranks.stop()
-
-
-if pytest is not None:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ]
 
 
 if __name__ == "__main__":

@@ -15,11 +15,6 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 
 def _make(seed: int, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)

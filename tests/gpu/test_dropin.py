@@ -135,8 +135,6 @@ def bound_of(settings: dict[str, Any]) -> float:
 
 if pytest is not None:
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     @pytest.mark.parametrize("name", CASES)
     def test_dropin_on_a_gpu(two: Ranks, name: str) -> None:
         assert max(two.run(run_case, CASES[name])) <= bound_of(CASES[name])

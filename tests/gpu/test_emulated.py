@@ -24,11 +24,6 @@ from shardwise.emulation.run import joined
 from shardwise.engine import torch_private
 from tests.gpu.standalone import run_all
 
-try:
-    import pytest
-except ImportError:  # a GPU machine without test tools
-    pytest = None  # type: ignore[assignment]
-
 DEVICE = torch.device("cuda", 0)
 MIB = 2**20
 WORLD = 8
@@ -210,13 +205,6 @@ def test_ddp_s_buckets_go_over_the_network() -> None:
         assert emulation.sent["all_reduce"] == 8 * 4 * MIB
         modelled = sum(message.modelled_s for message in measured.messages)
         assert 0.5 * modelled < measured.exposed_s < 1.1 * modelled, (measured.exposed_s, modelled)
-
-
-if pytest is not None:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ]
 
 
 if __name__ == "__main__":

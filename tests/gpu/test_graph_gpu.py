@@ -18,11 +18,6 @@ from shardwise.emulation.collectives import Network, emulate
 from shardwise.emulation.run import joined
 from tests.ranks import Ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 
 class Net(nn.Module):
     def __init__(self, width: int) -> None:

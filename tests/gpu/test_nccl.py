@@ -13,11 +13,6 @@ import torch.distributed as dist
 from shardwise.engine import torch_private
 from shardwise.engine.collectives import Group
 
-try:
-    import pytest
-except ImportError:  # a GPU machine without test tools
-    pytest = None  # type: ignore[assignment]
-
 DEVICE = torch.device("cuda", 0)
 SIZES = (2**20, 3 * 2**18 + 5, 7)
 
@@ -42,13 +37,6 @@ def test_a_grouped_gather_is_one_call_in_place_and_out_of_place() -> None:
             assert [float(x) for x in sums] == [3.0 * size for size in SIZES]
     finally:
         dist.destroy_process_group()
-
-
-if pytest is not None:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    ]
 
 
 def main() -> int:

@@ -69,8 +69,6 @@ def run_case(name: str, mesh: Any, settings: dict[str, Any]) -> list[float]:
 
 if pytest is not None:
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     @pytest.mark.parametrize("case", CASES)
     def test_trains_to_one_process_on_a_gpu(two: Ranks, case: str) -> None:
         for errors in two.run(run_case, *CASES[case]):

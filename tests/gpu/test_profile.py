@@ -129,13 +129,9 @@ def check_host_bound(found: dict[str, Any]) -> None:
 
 if pytest is not None:
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     def test_a_step_that_its_host_limits(tmp_path: Path) -> None:
         check_host_bound(run_profile("plan", str(tmp_path), 16, 1, 300, steps=8))
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     @pytest.mark.parametrize("kind", ENGINES)
     def test_a_profile_of_an_emulated_rank(kind: str, tmp_path: Path) -> None:
         found = run_profile(kind, str(tmp_path), layers=4, batch=2, gigabytes=300)

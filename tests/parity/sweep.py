@@ -206,6 +206,16 @@ def touch(
     return enter
 
 
+def every_step(name: str, **how: Any) -> Callable[[Any], Any]:
+    """`touch` by a function that is every step's program from now on."""
+
+    def enter(function: Callable[[Run], None]) -> Any:
+        touch(name, **how)(lambda run: setattr(run, "program", function))
+        return function
+
+    return enter
+
+
 def load() -> dict[str, Touch]:
     """Every touch, in the order of the files."""
     for module in ("sweep_parameters", "sweep_gradients", "sweep_programs"):

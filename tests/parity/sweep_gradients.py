@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from tests.parity.sweep import Run, optimizer_of, touch, whole
+from tests.parity.sweep import Run, every_step, optimizer_of, touch, whole
 from tests.parity.sweep_parameters import local
 
 gradient = partial(touch, when="gradients")
@@ -98,31 +98,15 @@ def zero_in_place(run: Run) -> None:
     run.sets_none = False
 
 
-@touch("model.zero_grad() in the optimizer's place")
+@every_step("model.zero_grad() in the optimizer's place")
 def model_zero(run: Run) -> None:
-    def program(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step()
-        run.model.zero_grad()
-
-    run.program = program
+    run.loss().backward()
+    run.opt.step()
+    run.model.zero_grad()
 
 
 @touch("no zero_grad for a step", everywhere=True)
-def accumulate(run: Run) -> None:
-    at = run.step
-
-    def program(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step()
-        if run.step != at:
-            run.opt.zero_grad()
-
-    run.program = program
-
-
-@touch("no zero_grad, some gradients None", everywhere=True)
-def accumulate_some(run: Run) -> None:
+def accumulate(run: Run, instead: Callable[[Run], None] = lambda run: None) -> None:
     at = run.step
 
     def program(run: Run) -> None:
@@ -131,37 +115,23 @@ def accumulate_some(run: Run) -> None:
         if run.step != at:
             run.opt.zero_grad()
         else:
-            none(run)
+            instead(run)
 
     run.program = program
 
 
-@touch("no zero_grad, some gradients replaced")
-def accumulate_other(run: Run) -> None:
-    at = run.step
-
-    def program(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step()
-        if run.step != at:
-            run.opt.zero_grad()
-        else:
-            other(run)
-
-    run.program = program
+touch("no zero_grad, some gradients None", everywhere=True)(partial(accumulate, instead=none))
+touch("no zero_grad, some gradients replaced")(partial(accumulate, instead=other))
 
 
-@touch("two backwards, a block left out of the second", everywhere=True)
+@every_step("two backwards, a block left out of the second", everywhere=True)
 def accumulate_left_out(run: Run) -> None:
-    def program(run: Run) -> None:
-        run.loss().backward()
-        run.model.left_out.add(1)
-        run.loss().backward()
-        run.model.left_out.clear()
-        run.opt.step()
-        run.opt.zero_grad()
-
-    run.program = program
+    run.loss().backward()
+    run.model.left_out.add(1)
+    run.loss().backward()
+    run.model.left_out.clear()
+    run.opt.step()
+    run.opt.zero_grad()
 
 
 @touch("a gradient set before forward", everywhere=True)
@@ -308,30 +278,24 @@ def hooks_once(run: Run) -> None:
     handle = run.opt.register_step_post_hook(lambda *_: handle.remove())
 
 
-@touch("step(closure) from now on", everywhere=True)
+@every_step("step(closure) from now on", everywhere=True)
 def closure(run: Run) -> None:
-    def program(run: Run) -> None:
-        def compute() -> torch.Tensor:
-            run.opt.zero_grad()
-            loss = run.loss()
-            loss.backward()
-            return loss
-
-        run.opt.step(compute)
+    def compute() -> torch.Tensor:
         run.opt.zero_grad()
+        loss = run.loss()
+        loss.backward()
+        return loss
 
-    run.program = program
+    run.opt.step(compute)
+    run.opt.zero_grad()
 
 
-@touch("step(None), and twice in a step")
+@every_step("step(None), and twice in a step")
 def step_twice(run: Run) -> None:
-    def program(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step(None)
-        run.opt.step()
-        run.opt.zero_grad()
-
-    run.program = program
+    run.loss().backward()
+    run.opt.step(None)
+    run.opt.step()
+    run.opt.zero_grad()
 
 
 @touch("another learning rate, and a scheduler")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from tests.parity.sweep import PLANS, Planned, Run, optimizer_of, touch
+from tests.parity.sweep import PLANS, Planned, Run, every_step, optimizer_of, touch
 from tests.parity.sweep_gradients import watched
 
 # Hooks
@@ -349,13 +349,10 @@ def leave_out_once(run: Run) -> None:
     run.program = program
 
 
-@touch("leave out another block in each step", everywhere=True)
+@every_step("leave out another block in each step", everywhere=True)
 def leave_out_turns(run: Run) -> None:
-    def program(run: Run) -> None:
-        run.model.left_out = {run.step % 3}
-        run.train_step()
-
-    run.program = program
+    run.model.left_out = {run.step % 3}
+    run.train_step()
 
 
 @touch("leave out a parameter from now on", everywhere=True)
@@ -397,55 +394,43 @@ def evaluations(run: Run) -> Callable[[], Any]:
     return lambda: seen
 
 
-@touch("an evaluation between forward and backward", everywhere=True)
+@every_step("an evaluation between forward and backward", everywhere=True)
 def evaluation_inside(run: Run) -> None:
-    def program(run: Run) -> None:
-        loss = run.loss()
-        run.evaluate()
-        loss.backward()
-        run.opt.step()
-        run.opt.zero_grad()
-
-    run.program = program
+    loss = run.loss()
+    run.evaluate()
+    loss.backward()
+    run.opt.step()
+    run.opt.zero_grad()
 
 
-@touch("two forwards, then both backwards")
+@every_step("two forwards, then both backwards")
 def two_forwards(run: Run) -> None:
-    def program(run: Run) -> None:
-        losses = [run.loss(), run.loss(tokens=run.batch.flip(1))]
-        for loss in losses:
-            loss.backward()
-        run.opt.step()
-        run.opt.zero_grad()
-
-    run.program = program
+    losses = [run.loss(), run.loss(tokens=run.batch.flip(1))]
+    for loss in losses:
+        loss.backward()
+    run.opt.step()
+    run.opt.zero_grad()
 
 
-@touch("backward twice through one graph")
+@every_step("backward twice through one graph")
 def retained(run: Run) -> None:
-    def program(run: Run) -> None:
-        loss = run.loss()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        run.opt.step()
-        run.opt.zero_grad()
-
-    run.program = program
+    loss = run.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    run.opt.step()
+    run.opt.zero_grad()
 
 
-@touch("torch.autograd.grad of the output before backward")
+@every_step("torch.autograd.grad of the output before backward")
 def autograd_grad(run: Run) -> None:
-    def program(run: Run) -> None:
-        seen: list[torch.Tensor] = []
-        handle = run.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        loss = run.loss()
-        handle.remove()
-        torch.autograd.grad(loss, seen, retain_graph=True)
-        loss.backward()
-        run.opt.step()
-        run.opt.zero_grad()
-
-    run.program = program
+    seen: list[torch.Tensor] = []
+    handle = run.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    loss = run.loss()
+    handle.remove()
+    torch.autograd.grad(loss, seen, retain_graph=True)
+    loss.backward()
+    run.opt.step()
+    run.opt.zero_grad()
 
 
 @touch("activation checkpointing from now on")
@@ -495,17 +480,14 @@ def head_only(run: Run) -> None:
     run.opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-@touch("an evaluation, then model.zero_grad()")
+@every_step("an evaluation, then model.zero_grad()")
 def evaluated_zero(run: Run) -> None:
-    def program(run: Run) -> None:
-        run.loss().backward()
-        run.opt.step()
-        out = run.evaluate()
-        if run.engine not in PLANS:
-            out @ run.model.head.weight  # gathered, as torch has it after an evaluation
-        run.model.zero_grad()
-
-    run.program = program
+    run.loss().backward()
+    run.opt.step()
+    out = run.evaluate()
+    if run.engine not in PLANS:
+        out @ run.model.head.weight  # gathered, as torch has it after an evaluation
+    run.model.zero_grad()
 
 
 @touch(
@@ -516,16 +498,13 @@ def evaluated_optimizer(run: Run) -> None:
     run.opt = optimizer_of(run.model.parameters())
 
 
-@touch("an evaluation between backward and clipping")
+@every_step("an evaluation between backward and clipping")
 def evaluated_clip(run: Run) -> None:
-    def program(run: Run) -> None:
-        run.loss().backward()
-        run.evaluate()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-        run.opt.step()
-        run.opt.zero_grad()
-
-    run.program = program
+    run.loss().backward()
+    run.evaluate()
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.opt.step()
+    run.opt.zero_grad()
 
 
 @touch("read a parameter after an evaluation", plan="got mixed torch.Tensor and DTensor")

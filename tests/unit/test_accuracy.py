@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -92,7 +93,9 @@ def test_published_throughputs_that_set_nothing_lie_in_the_stated_range() -> Non
         assert not run.derates and row["inside"]
         assert row["predicted_ms"] == pytest.approx(written[run.name]["predicted_ms"], rel=0.005)
     assert all(row["inside"] for row in written.values())
-    assert published.by_which_they_are_off(written.values()) == pytest.approx(1, abs=0.01)
+    derating = [row for row in written.values() if row["set"] == "derating"]
+    off = statistics.median(row["reported_ms"] / row["predicted_ms"] for row in derating)
+    assert off == pytest.approx(1, abs=0.01)
     assert sum(row["set"] == "published" for row in written.values()) >= 40
     page = (RESULTS.parents[1] / "docs" / "accuracy.md").read_text()
     assert all(f"| {name} |" in page for name in written)

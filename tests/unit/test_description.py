@@ -22,12 +22,13 @@ from shardwise.description.model import (
     UnitSegment,
 )
 from shardwise.description.parameters import ParameterSpec
-from shardwise.description.preset import SIZES, Size, known_presets, load_preset, parameter_count
+from shardwise.description.preset import SIZES, Size, load_preset, parameter_count
 from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
-from shardwise.predict.describe import describe, describe_preset, describe_trace, trace_model
+from shardwise.predict.describe import describe, describe_trace, trace_model
 from shardwise.profiling.footprint import open_profiler, peak_on_cpu, read_events
+from tests.unit.presets import describe_preset
 
 SIZE = Size(d_model=64, d_ff=96, layers=3, heads=4, kv_heads=4, vocab=50)
 GROUPED = dataclasses.replace(SIZE, kv_heads=2)
@@ -85,7 +86,6 @@ def test_units_are_the_plans_units_one_for_one(name: str, size: Size) -> None:
     assert described.forward_flops == whole.forward_flops
     assert described.backward_flops == whole.backward_flops
     assert described.saved_bytes == whole.saved_bytes
-    assert described.peak_activation_bytes == whole.peak_activation_bytes
 
 
 def test_segments_follow_the_forward_order_and_the_loss_goes_to_the_head() -> None:
@@ -105,7 +105,6 @@ def test_a_tied_matrix_makes_a_unit_that_runs_twice() -> None:
     described = describe(build(TIED), WORK)
     root = described.unit("root")
     assert [s.position for s in root.segments] == [0, len(described.segments) - 1]
-    assert ("embedding.weight", "head.weight") in described.tied
 
 
 def saved_in_reality(model: nn.Module, *inputs: torch.Tensor) -> int:
@@ -159,16 +158,14 @@ def test_checkpointing_by_request_is_checkpointing_by_the_model(kind: str) -> No
     asked = describe(build(), WORK, checkpoint=kind)
     own = describe(build(SIZE, kind), WORK)
     for ours, theirs in zip(asked.units, own.units, strict=True):
-        for figure in ("saved_bytes", "forward_flops", "backward_flops", "recompute_flops"):
+        for figure in ("saved_bytes", "forward_flops", "backward_flops"):
             assert getattr(ours, figure) == getattr(theirs, figure), (ours.name, figure)
-    assert asked.peak_activation_bytes == own.peak_activation_bytes
     plain = describe(build(), WORK)
     block, kept = asked.unit("layers.1"), plain.unit("layers.1")
     assert block.segments[0].checkpointed and not kept.segments[0].checkpointed
-    assert block.saved_bytes == kept.saved_bytes_checkpointed == block.input_bytes
+    assert block.saved_bytes == BATCH * SEQ * SIZE.d_model * 4 < kept.saved_bytes
     assert block.forward_flops == kept.forward_flops
     assert block.backward_flops == kept.backward_flops
-    assert asked.peak_activation_bytes < plain.peak_activation_bytes
 
 
 def test_the_engines_casts_halve_activations_and_autocast_keeps_a_copy_of_the_weights() -> None:
@@ -363,7 +360,7 @@ def test_a_preset_is_the_trainers_model_operator_for_operator(size: str) -> None
     assert describe(model, work, plan).units == describe_preset(size, work, plan).units
 
 
-@pytest.mark.parametrize("name", [n for n in known_presets() if n != "llama405b"])
+@pytest.mark.parametrize("name", [n for n in (*SIZES, "xxl", "ffn8") if n != "llama405b"])
 def test_every_preset_counts_its_parameters(name: str) -> None:
     preset = load_preset(name)
     assert sum(p.numel() for p in preset.build(8).parameters()) == preset.parameter_count
@@ -448,7 +445,7 @@ def test_values_check_themselves() -> None:
         PassFacts(peak_bytes=3, net_bytes=4)
     with pytest.raises(ValueError, match="dtype 'float7'"):
         ParameterSpec("w", (1,), "float7")
-    segment = UnitSegment(1, PassFacts(), PassFacts(), 0, 0, 0)
+    segment = UnitSegment(1, PassFacts(), PassFacts(), 0, 0)
     unit = UnitDescription("a", ("a",), (), (segment,))
     with pytest.raises(ValueError, match=r"positions \[1\], expected each of 0 to 0 once"):
         ModelDescription("m", (unit,))
@@ -463,8 +460,8 @@ def test_values_check_themselves() -> None:
 def test_uneven_work() -> None:
     work = Workload.alternating(sequence=4096, ratio=2, micro_batches=2)
     assert [[work.size_of(g, i) for i in range(2)] for g in range(2)] == [[1, 2], [2, 1]]
-    assert work.tokens_per_step(ranks=4, groups=2) == 4 * 3 * 4096
-    assert Workload(8, 2, 3).tokens_per_step(ranks=4) == 4 * 2 * 3 * 8
+    assert work.tokens_on((2, 2)) == 4 * 3 * 4096
+    assert Workload(8, 2, 3).tokens_on((1, 4)) == 4 * 2 * 3 * 8
 
 
 def test_only_a_module_can_be_described() -> None:

@@ -96,7 +96,7 @@ def test_few_open_files(limit: int, verdict: str) -> None:
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(doctor, "free_memory", lambda: 1 << 30)
     assert doctor._memory(1, None).verdict == "ok"
     check = doctor._memory(2, load_config(None, [("model.size", "small")]))
     assert check.verdict == "fail" and "--plan zero3" in check.do

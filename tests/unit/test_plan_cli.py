@@ -127,13 +127,6 @@ def test_the_command_that_runs_the_plan_is_one_that_can(
     assert words in said and ("train --plan" in said) == (model == "tiny")
 
 
-def test_every_language_model_that_is_planned_can_be_trained() -> None:
-    from shardwise.description.preset import SIZES, known_presets, load_preset
-
-    planned = {name for name in known_presets() if load_preset(name).kind == "lm"}
-    assert planned == set(SIZES)
-
-
 def test_seq_is_sequence() -> None:
     asked = Question("tiny", "h100x8", 8, 65536, 256, None, None, None)
     assert asked.changed(["seq=512", "world=16"]) == asked.changed(["world=16", "sequence=512"])

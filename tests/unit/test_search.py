@@ -16,12 +16,13 @@ from shardwise.description.preset import load_preset
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
 from shardwise.planning.strategies import REDUCES
-from shardwise.predict.describe import TracedModel, describe, describe_preset
+from shardwise.predict.describe import TracedModel, describe
 from shardwise.predict.ranking import GB, MEMORY_MARGIN, Room
 from shardwise.predict.search import _Search, _splits, search
 from shardwise.predict.simulate import simulate
 from shardwise.predict.sources import as_source, checkpointed
 from shardwise.predict.step import StepOptions
+from tests.unit.presets import describe_preset
 
 CLUSTER = Cluster.load("h100x8")
 WORKLOAD = Workload(256, 4)
@@ -45,8 +46,7 @@ def test_the_fastest_comes_first_and_all_fit(ranking) -> None:
         assert candidate.needed_bytes <= ranking.limit_bytes
         assert candidate.needed_bytes == needed(candidate.peak_bytes, candidate.plan)
         assert candidate.breakdown.step == sum(candidate.breakdown.parts().values())
-        tokens = candidate.workload.tokens_per_step(8, candidate.plan.replicate)
-        assert tokens == 8 * 4 * 256
+        assert candidate.workload.tokens_on(candidate.plan.mesh) == 8 * 4 * 256
     assert {c.plan.name for c in ranking} == {"ddp", "zero1", "zero2", "zero3", "hsdp"}
 
 

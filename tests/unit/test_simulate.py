@@ -63,7 +63,6 @@ def model(blocks: int = 4, forward_s: float = 10 * MS, backward_s: float = 20 * 
                     part(backward_s, 1_000_000, -2_000_000),
                     2_000_000,
                     500_000,
-                    500_000,
                 ),
             ),
         )
@@ -176,7 +175,7 @@ def test_the_host_can_be_the_slowest() -> None:
     slow_host = dataclasses.replace(CLUSTER, host=Host(0.1, 0.0, 0.0))
     timeline = step(Plan.of("zero3", 1), model(), cluster=slow_host)
     assert timeline.step_ms == pytest.approx(8 * 100, rel=0.01)
-    assert timeline.host_bound() > 0.8 * timeline.step
+    assert timeline.breakdown().host_idle > 0.8 * timeline.step
 
 
 def test_alike_ranks_are_folded() -> None:
@@ -250,8 +249,8 @@ def test_the_order_alone_gives_the_peak() -> None:
     description = model()
     plan = resolved(Plan.of("zero3", 4), description)
     works = works_of(plan, description, Workload(8))
-    program = EngineStep(plan, works, Costs.of(CLUSTER), Workload(8)).build((1,))
-    assert program.peak() == simulate(plan, description, CLUSTER, Workload(8)).peak().total
+    peak = EngineStep(plan, works, Costs.of(CLUSTER), Workload(8)).peak((1,))
+    assert peak == simulate(plan, description, CLUSTER, Workload(8)).peak().total
 
 
 def test_a_host_without_streams_computes_and_waits_itself() -> None:

@@ -39,7 +39,7 @@ def test_every_moment_has_one_kind() -> None:
     }  # fmt: skip
     assert timeline.exposed() == {("a", "forward"): 10, ("b", "forward"): 6}
     assert timeline.waiting() == {("b", "forward"): 4}
-    assert timeline.host_bound() == 2
+    assert timeline.breakdown().host_idle == 2
     first, second = timeline.overlaps("all_gather")
     assert (first.hidden, first.exposed, first.is_hidden) == (2, 10, False)
     assert (second.hidden, second.exposed) == (0, 6)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.checked import write_text
 from shardwise.cli.help import HelpFormatter
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -111,18 +112,9 @@ def inspect(arguments: argparse.Namespace) -> None:
             ],
         }  # fmt: skip
     if arguments.json is not None:
-        _write_json(arguments.json, told)
+        write_text(arguments.json, json.dumps(told, indent=2) + "\n")
     if problems:
         raise ChildFailed(f"{arguments.path} is damaged")
-
-
-def _write_json(path: Path, told: Any) -> None:
-    from shardwise.errors import UserError
-
-    try:
-        path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 class _Progress:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.checked import read_text
 from shardwise.cli.help import HelpFormatter
+from shardwise.cli.question import check_dtypes
 from shardwise.description.workload import MICRO_BATCHES_HELP, parse_micro_batches
 from shardwise.errors import UserError, nearest
 from shardwise.profiling.results import check_file, print_table
@@ -203,13 +204,10 @@ def _device(wanted: str) -> torch.device:
 
 def _plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
     """The Plan asked for. A zero strategy on a mesh with replicas is hsdp over it."""
-    from shardwise.planning.plan import DTYPES, Plan
+    from shardwise.planning.plan import Plan
     from shardwise.planning.strategies import NAMES
 
-    for name in ("compute_dtype", "reduce_dtype"):
-        value = getattr(arguments, name)
-        if value is not None and value not in DTYPES:
-            raise UserError(f"--{name.replace('_', '-')} {value!r}{nearest(value, DTYPES)}")
+    check_dtypes(arguments)
     compute = arguments.compute_dtype or ("bfloat16" if device.type == "cuda" else None)
     reduce = arguments.reduce_dtype or "float32"
     mesh = arguments.mesh or arguments.world

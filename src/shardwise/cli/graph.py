@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checked import write_text
 from shardwise.cli.help import HelpFormatter
 from shardwise.errors import UserError
 
@@ -121,14 +122,14 @@ def _graph(arguments: argparse.Namespace) -> None:
     assert last is not None and timeline is not None
     _print(arguments, options, rows, timeline)
     if arguments.dump is not None:
-        _save(arguments.dump, dump(last.forward, "forward") + dump(last.backward, "backward"))
+        write_text(arguments.dump, dump(last.forward, "forward") + dump(last.backward, "backward"))
     if arguments.trace is not None:
-        _save(arguments.trace, json.dumps(timeline.to_chrome()))
+        write_text(arguments.trace, json.dumps(timeline.to_chrome()))
         print(f"{arguments.trace} written: open it in https://ui.perfetto.dev")
     if arguments.timeline is not None:
-        _save(arguments.timeline, timeline.to_json() + "\n")
+        write_text(arguments.timeline, timeline.to_json() + "\n")
     if arguments.json is not None:
-        _save(arguments.json, json.dumps({"rows": rows}, indent=1) + "\n")
+        write_text(arguments.json, json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 def _passes(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -280,10 +281,3 @@ def _shape_of(node: Any) -> str:
         for t in tensors_of(node if node.op != "output" else ())
     ]
     return f"  : {', '.join(shapes)}" if shapes else ""
-
-
-def _save(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checked import write_text
 from shardwise.cli.help import HelpFormatter
 from shardwise.cli.question import Question
 from shardwise.description.foreign import is_foreign
@@ -274,7 +275,7 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
     from shardwise.description.preset import load_preset
 
     portable = dataclasses.replace(best.plan, units=None)
-    _save(path, portable.to_json() + "\n")
+    write_text(path, portable.to_json() + "\n")
     if is_foreign(question.model) or load_preset(question.model).kind != "lm":
         work = best.workload
         print(f"\n{path} written, for {work.split} {work.of} on a rank{work.again}. It runs with:")
@@ -306,13 +307,6 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
     print("  " + " \\\n      ".join(command))
 
 
-def _save(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
 def _write_trace(path: Path, question: Question, best: Candidate) -> None:
     import json
 
@@ -330,7 +324,7 @@ def _write_trace(path: Path, question: Question, best: Candidate) -> None:
     )
     resolved, description = source.at(portable, best.workload)
     timeline = simulate(resolved, description, cluster, best.workload)
-    _save(path, json.dumps(timeline.to_chrome()))
+    write_text(path, json.dumps(timeline.to_chrome()))
     print(f"{path} written: open it in https://ui.perfetto.dev")
 
 
@@ -341,6 +335,4 @@ def _show_exercise(name: str) -> None:
             title = f"{known:<20}{exercises.show(known).splitlines()[0]}"
             print("\n".join(textwrap.wrap(title, 80, subsequent_indent=" " * 20)))
         return
-    if name not in exercises.NAMES:
-        raise UserError(f"unknown exercise {name!r}{nearest(name, exercises.NAMES)}")
     print(exercises.show(name))

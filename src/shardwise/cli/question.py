@@ -49,13 +49,8 @@ class Question:
     measure: bool = False
 
     def __post_init__(self) -> None:
-        from shardwise.planning.plan import DTYPES
-
         check_bounds(self, error=UserError)
-        for name in ("compute_dtype", "reduce_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in DTYPES:
-                raise UserError(f"--{name.replace('_', '-')} {value!r}{nearest(value, DTYPES)}")
+        check_dtypes(self)
 
     def changed(self, assignments: list[str]) -> Question:
         """The question with every KEY=VALUE applied; unknown keys are links' names."""
@@ -225,6 +220,16 @@ class Question:
             )
         except ValueError as error:
             raise UserError(f"{self.model} on {self.cluster}: {error}") from error
+
+
+def check_dtypes(asked: Any) -> None:
+    """Error if --compute-dtype or --reduce-dtype is none that a Plan has."""
+    from shardwise.planning.plan import DTYPES
+
+    for name in ("compute_dtype", "reduce_dtype"):
+        value = getattr(asked, name)
+        if value is not None and value not in DTYPES:
+            raise UserError(f"--{name.replace('_', '-')} {value!r}{nearest(value, DTYPES)}")
 
 
 def _check_name(model: str) -> None:

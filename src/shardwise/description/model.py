@@ -106,7 +106,6 @@ class UnitSegment:
     """One stretch of the forward pass that belongs to one unit, and its share of the backward pass.
 
     saved_bytes: storages that autograd keeps and that no earlier segment has kept already.
-    input_bytes: what the segment's module takes in; with checkpointing only this stays.
     checkpointed: the trace ran it under activation checkpointing; `recompute` then holds its second
         forward, which happens at the start of its backward, and `backward` only what follows.
     """
@@ -115,17 +114,12 @@ class UnitSegment:
     forward: PassFacts
     backward: PassFacts
     saved_bytes: Natural
-    input_bytes: Natural
     output_bytes: Natural
     checkpointed: bool = False
     recompute: PassFacts = field(default_factory=PassFacts)
 
     def __post_init__(self) -> None:
         check_bounds(self)
-
-    @property
-    def saved_bytes_checkpointed(self) -> int:
-        return min(self.input_bytes, self.saved_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,11 +138,6 @@ class UnitDescription(UnitSpec):
         return sum(s.backward.flops for s in self.segments)
 
     @property
-    def recompute_flops(self) -> float:
-        """What checkpointing this unit costs or would cost: its forward once more."""
-        return sum((s.recompute if s.checkpointed else s.forward).flops for s in self.segments)
-
-    @property
     def kernels(self) -> tuple[KernelFact, ...]:
         """Of forward, recomputation and backward."""
         return tuple(
@@ -162,14 +151,6 @@ class UnitDescription(UnitSpec):
     def saved_bytes(self) -> int:
         return sum(s.saved_bytes for s in self.segments)
 
-    @property
-    def saved_bytes_checkpointed(self) -> int:
-        return sum(s.saved_bytes_checkpointed for s in self.segments)
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(s.input_bytes for s in self.segments)
-
 
 @dataclass(frozen=True)
 class ModelDescription:
@@ -179,7 +160,6 @@ class ModelDescription:
     units: tuple[UnitDescription, ...]
     input_bytes: int = 0  # of the micro-batch itself: tokens and targets
     buffer_bytes: int = 0  # of the module's buffers
-    tied: tuple[tuple[str, ...], ...] = ()  # names that are one parameter
     without_gradient: tuple[str, ...] = ()  # trained parameters that get none
     notes: tuple[str, ...] = ()  # what the reader should know of how it was traced
     # The model itself, on the meta device: units of other Plans are cut from it. None if the
@@ -238,16 +218,3 @@ class ModelDescription:
     @property
     def saved_bytes(self) -> int:
         return sum(unit.saved_bytes for unit in self.units)
-
-    @property
-    def peak_activation_bytes(self) -> int:
-        """The most activation bytes at any moment of one micro-batch's forward and backward."""
-        live = peak = 0
-        order = self.segments
-        passes = [segment.forward for _, segment in order]
-        for _, segment in reversed(order):
-            passes += [segment.recompute, segment.backward]
-        for part in passes:
-            peak = max(peak, live + part.peak_bytes)
-            live += part.net_bytes
-        return peak

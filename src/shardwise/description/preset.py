@@ -143,11 +143,6 @@ def load_preset(name: str) -> Preset:
     return found[name]
 
 
-def known_presets() -> tuple[str, ...]:
-    """Names of all presets."""
-    return tuple(_read())
-
-
 @cache
 def _read() -> dict[str, Preset]:
     file = resources.files("shardwise.description") / "presets" / "models.toml"

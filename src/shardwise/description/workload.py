@@ -180,17 +180,6 @@ class Workload:
         row = self.sizes[group % len(self.sizes)]
         return row[index % len(row)]
 
-    def tokens_per_step(self, ranks: int, groups: int = 1) -> int:
-        """Tokens of one step over `ranks` ranks in `groups` replica groups of equal size."""
-        if ranks % groups:
-            raise ValueError(f"{ranks} ranks do not divide among {groups} groups")
-        sequences = sum(
-            self.size_of(group, index)
-            for group in range(groups)
-            for index in range(self.micro_batches)
-        )
-        return sequences * self.sequence * (ranks // groups)
-
     def tokens_on(self, mesh: tuple[int, int]) -> int:
         """Tokens of one step over all ranks of a mesh (replicate, shard)."""
         world, rows = mesh[0] * mesh[1], len(self.sizes or ((),))

@@ -50,9 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
             found = ask_ranks(measure, folder, width, layers, rounds, world=arguments.ranks)
         for way, row in found.items():
             file.add({"key": f"{base}/{way}", "way": WAYS[way], **row})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 class Trial:

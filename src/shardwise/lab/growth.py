@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from shardwise.predict.sources import as_source
 from shardwise.profiling.results import Row, print_table
 from shardwise.profiling.timing import Sample, Step, alternate, spread
 from shardwise.reporting.report import report
+from shardwise.trainer.group import memory_in_use
 
 # A Plan; torch's program with the import changed; torch's own.
 WAYS = {"plan": wrap_ours, "drop-in": wrap_dropin, "torch": wrap_theirs}
@@ -45,6 +45,7 @@ BLOCKS, WORLDS = (8, 32, 128, 512), (8, 64, 512, 4096)
 FIXED = 32  # blocks while the world grows; ranks while the blocks grow are the smallest world
 QUICK_BLOCKS, QUICK_WORLDS = (2, 4), (8, 128)
 WIDTH, TOKENS = 64, 16
+CPU = torch.device("cpu")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -70,9 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     for key in file.missing(measures, key=str):
         say(key)
         file.add({"key": key, "kind": key.split()[0], **measures[key]()})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def _ask(function: Any, blocks: int, world: int, *more: Any) -> Any:
@@ -145,9 +144,9 @@ def measure_start(blocks: int, world: int, way: str) -> Row:
     with nothing_sent():
         _wrap(way, 1).step_on(tokens, tokens)()  # what torch imports and makes once
         model = _build(blocks)
-        resident, began = _resident(), time.process_time()
+        resident, began = memory_in_use(CPU), time.process_time()
         wrapped = WAYS[way](model, "zero3", OWN)
-        sharded, after = time.process_time() - began, _resident()
+        sharded, after = time.process_time() - began, memory_in_use(CPU)
         began = time.process_time()
         wrapped.step_on(tokens, tokens)()
         first = time.process_time() - began
@@ -158,14 +157,8 @@ def measure_start(blocks: int, world: int, way: str) -> Row:
         "shard_s": sharded,
         "first_step_s": first,
         "shard_bytes": after - resident,
-        "step_bytes": _resident() - resident,
+        "step_bytes": memory_in_use(CPU) - resident,
     }
-
-
-def _resident() -> int:
-    """Bytes of this process that are in memory."""
-    pages = Path("/proc/self/statm")
-    return int(pages.read_text().split()[1]) * 4096 if pages.exists() else 0
 
 
 def measure_planner(blocks: int, world: int) -> Row:

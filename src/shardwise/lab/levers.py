@@ -33,7 +33,7 @@ from shardwise.lab.steps.engines import Precision, Wrapped, wrap_plan, wrap_thei
 from shardwise.lab.steps.measure import Measured, measure
 from shardwise.lab.steps.models import build_model
 from shardwise.planning.memory import count_sent
-from shardwise.profiling.results import Row, print_table
+from shardwise.profiling.results import Row, print_table, say_where
 from shardwise.profiling.timing import spread
 from shardwise.trainer.data import Corpus, open_corpus
 
@@ -77,9 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     elif "step" in parts:
         for _ in file.missing(["step"], str):
             file.add({"key": "step", "part": "step", **time_steps(quick)})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def count_bytes(name: str) -> Row:
@@ -266,9 +264,7 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
     for row in rows:
         if row["part"] == "step":
             _show_steps(row)
-    hardware = facts["environment"]
-    name = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cores']} cores"
-    print(f"commit {hardware['commit']}, torch {hardware['torch']}, {name}")
+    print(say_where(facts["environment"]))
 
 
 def _show_steps(row: Row) -> None:

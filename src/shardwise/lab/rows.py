@@ -113,6 +113,17 @@ class RowFile:
         if self.path is not None:
             write_json(self.path, **({"command": ""} | self.facts), rows=self.rows)
 
+    def tell(
+        self,
+        plot: Path | None,
+        draw: Callable[[list[Row]], str],
+        show: Callable[[list[Row], dict[str, Any]], None],
+    ) -> None:
+        """At a run's end: draw the picture, if one is asked for, and print the tables."""
+        if plot is not None:
+            plot.write_text(draw(self.rows), encoding="utf-8")
+        show(self.rows, self.facts)
+
 
 def _benchmark(facts: dict[str, Any]) -> str:
     """Its name, as the command that is kept has it; nothing where none is."""

@@ -2,7 +2,6 @@
 
     describe(model, Workload(sequence=2048, micro_batch=4))        by its blocks
     describe(model, (tokens, targets), plan)                       by the Plan's units
-    describe_preset("llama8b", workload, plan)                     by size, without code
 
 Tracing is the slow part (a second for a large model), and it does not depend on the units:
 `trace_model` once and `describe_trace` for each Plan is the way to compare many.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -260,23 +259,6 @@ def traced_preset(name: str, context: int, device: str = "cuda") -> TracedModel:
     # A language model gives its loss; the stack of the benchmarks is summed.
     loss = None if preset.kind == "lm" else loss_of_output(lambda output: output.sum())
     return TracedModel(preset.build(context), name, preset.inputs, loss=loss, device=device)
-
-
-def describe_preset(
-    name: str, workload: Workload, plan: Plan | Cut | Any = None, *, sequences: int | None = None
-) -> ModelDescription:
-    """As `describe`, of a preset model; `sequences` is the micro-batch where the workload's differ.
-
-    The last few models are kept with their traces, so that many Plans of one workload are quick.
-    """
-    if sequences is not None:
-        workload = dataclasses.replace(workload, micro_batch=sequences, sizes=None)
-    model = _recent_preset(name, workload.sequence)
-    _, described = model.at(_as_plan(plan), workload)
-    return dataclasses.replace(described, outline=model.model)
-
-
-_recent_preset = lru_cache(maxsize=4)(traced_preset)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:

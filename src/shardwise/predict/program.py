@@ -71,14 +71,6 @@ class Program:
     ops: tuple[Op, ...]
     changes: tuple[Change, ...]
 
-    def peak(self) -> int:
-        """The most bytes at any moment. It follows from the order alone, not from times."""
-        held = most = 0
-        for change in self.changes:
-            held += change.nbytes
-            most = max(most, held)
-        return most
-
 
 @dataclass
 class Builder:
@@ -328,7 +320,6 @@ def scaled(description: ModelDescription, factor: float, kernels: bool = True) -
                     backward=scale(s.backward),
                     recompute=scale(s.recompute),
                     saved_bytes=round(s.saved_bytes * factor),
-                    input_bytes=round(s.input_bytes * factor),
                     output_bytes=round(s.output_bytes * factor),
                 )
                 for s in unit.segments

@@ -101,7 +101,7 @@ def runs_within(step: Step, limit: int) -> bool:
     return True
 
 
-def largest_blocks(count: int = 4) -> str:
+def largest_blocks() -> str:
     """The kinds of blocks that hold most of what is allocated on the device."""
     found = Counter[int](
         block["size"]
@@ -109,7 +109,7 @@ def largest_blocks(count: int = 4) -> str:
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     )
-    largest = sorted(found.items(), key=lambda each: -each[0] * each[1])[:count]
+    largest = sorted(found.items(), key=lambda each: -each[0] * each[1])[:4]
     return ", ".join(f"{times} x {size / 2**20:.1f} MiB" for size, times in largest)
 
 

@@ -23,13 +23,13 @@ from shardwise.engine import torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.marks import BufferMark, Marks, RangeMark
+from shardwise.predict.program import rounded
 from shardwise.profiling.pieces import HostPieces
 from shardwise.profiling.trace import HostAllocation
 from shardwise.timeline import MEMORY_ROLES, MemoryCurve
 
 POINTS = 1500  # a curve has at most this many, each the highest of its stretch
 LARGEST = 10
-_BLOCK = 512  # CUDA's allocator gives out multiples
 
 
 @dataclass
@@ -129,13 +129,8 @@ def _gradient_sizes(gradients: Gradients) -> set[int]:
     found = set()
     for shown in gradients.shown:
         nbytes = torch_private.local_of(shown.data).nbytes
-        found |= {nbytes, _rounded(nbytes)}
+        found |= {nbytes, rounded(nbytes)}
     return found
-
-
-def _rounded(nbytes: int) -> int:
-    """As CUDA's allocator gives it out."""
-    return -(-nbytes // _BLOCK) * _BLOCK
 
 
 class CudaHistory:
@@ -161,7 +156,7 @@ class CudaHistory:
         others: list[tuple[int, int, int]] = []
         for entry in self.snapshot["device_traces"][device]:
             time, address = entry["time_us"] * 1000 + offset, entry["addr"]
-            size = _rounded(entry["size"])
+            size = rounded(entry["size"])
             action = entry["action"]
             if action == "alloc":
                 alive[address] = MemoryBlock(address, size, born=time)

@@ -100,6 +100,10 @@ def print_table(
     console = open_console(width)
     console.print(table)
     if environment:
-        hardware = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
-        said = f"commit {environment['commit']}, torch {environment['torch']}, {hardware}"
-        console.print(said, highlight=False)
+        console.print(say_where(environment), highlight=False)
+
+
+def say_where(environment: dict[str, Any]) -> str:
+    """Where figures are from."""
+    hardware = environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores"
+    return f"commit {environment['commit']}, torch {environment['torch']}, {hardware}"

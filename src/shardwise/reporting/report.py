@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from shardwise.checked import write_text
 from shardwise.errors import UserError
 from shardwise.reporting.findings import Finding, choose, find_in
 from shardwise.reporting.findings.differences import compare, name_apart
@@ -53,10 +54,7 @@ class Report:
     def write(self, file: str | Path) -> Path:
         """Write the page; give its path."""
         path = Path(file)
-        try:
-            path.write_text(self.render(), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        write_text(path, self.render())
         return path
 
 

@@ -137,10 +137,6 @@ class Timeline:
         """Nanoseconds of waiting for late peers by (unit, phase)."""
         return self._by_unit("waiting_for_peers", rank)
 
-    def host_bound(self, rank: int | None = None) -> int:
-        """Nanoseconds in which the compute stream had nothing because the host was late."""
-        return self.breakdown(rank).host_idle
-
     def _by_unit(self, kind: str, rank: int | None) -> dict[tuple[str, str], int]:
         found: dict[tuple[str, str], int] = defaultdict(int)
         for segment in self.segments(rank):

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from shardwise import processor
 from shardwise.children import ChildFailed
 from shardwise.description.preset import parameter_count
+from shardwise.description.tracing.real_run import free_memory
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept, show_bytes
 from shardwise.trainer import launch
@@ -235,7 +236,7 @@ def _processes(nproc: int) -> Check:
 
 
 def _memory(nproc: int, config: Any) -> Check:
-    free = _free_memory()
+    free = free_memory()
     if free is None:
         return Check("memory", "unknown", "warn", "this system does not tell how much is free")
     found, need = f"{show_bytes(free)} free", 512 * _MIB * nproc  # torch itself, in each rank
@@ -251,16 +252,6 @@ def _memory(nproc: int, config: Any) -> Check:
         do = "fewer ranks, a smaller model, --plan zero3, or more memory"
         return Check("memory", found, "fail", do)
     return Check("memory", found)
-
-
-def _free_memory() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def _kept_by_rank(config: Any, nproc: int) -> int:

@@ -64,16 +64,13 @@ def stop_caching(copied: nn.Module) -> tuple[str, ...]:
     return ("The model's config says use_cache: training is described without that cache.",)
 
 
-def find_owners(
-    model: nn.Module,
-) -> tuple[Mapping[str, tuple[str, ...]], tuple[tuple[str, ...], ...]]:
-    """Each module's own parameters, by their first names; and the groups of names that are one."""
+def find_owners(model: nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """Each module's own parameters, by their first names."""
     names = {id(parameter): names for names, parameter in places(model)}
-    owners = {
+    return {
         name: tuple(names[id(p)][0] for p in module.parameters(recurse=False))
         for name, module in model.named_modules()
     }
-    return owners, tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
 def hook(
@@ -104,13 +101,13 @@ def hook(
 
 
 def _tell_when_run(module: nn.Module, name: str, recorder: Recorder) -> None:
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder.enter(name, (args, kwargs))
+    def before(_: nn.Module, args: Any) -> None:
+        recorder.enter(name)
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         recorder.leave(name, output)
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(before, prepend=True)
     # Also when forward is left by an exception: a recomputation stops as soon as it has enough.
     module.register_forward_hook(after, always_call=True)
 
@@ -133,7 +130,7 @@ def _checkpoint(module: nn.Module, name: str, recorder: Recorder, how: Recomputi
         if not recorder.in_backward:
             return plain(*args, **kwargs)
         # The second run does not pass through the module's call, which would have told.
-        recorder.enter(name, (args, kwargs))
+        recorder.enter(name)
         result = None
         try:
             result = plain(*args, **kwargs)

@@ -66,13 +66,19 @@ def check_fits(model: nn.Module, dtype: torch.dtype | None, device: torch.device
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    free = free_memory()
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
+
+
+def free_memory() -> int | None:
+    """Of the host, in bytes; None where the system does not tell."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def choose_device(asked: str) -> torch.device:

@@ -40,7 +40,6 @@ def describe_by(units: Sequence[UnitSpec], trace: ModelTrace, name: str) -> Mode
         ),
         input_bytes=trace.input_bytes,
         buffer_bytes=trace.buffer_bytes,
-        tied=trace.tied,
         without_gradient=trace.without_gradient,
         notes=trace.notes,
     )
@@ -151,13 +150,11 @@ def _finish(
     position: int, draft: _Draft, trace: ModelTrace, owners: _Owners, saved: set[int]
 ) -> UnitSegment:
     events = trace.events
-    edges = [
-        events[i]
+    left = [
+        events[i].nbytes
         for i in draft.forward
-        if events[i].what in ("enter", "leave") and owners.is_edge(events[i].stack, draft.unit)
+        if events[i].what == "leave" and owners.is_edge(events[i].stack, draft.unit)
     ]
-    entered = [event.nbytes for event in edges if event.what == "enter"]
-    left = [event.nbytes for event in edges if event.what == "leave"]
     saves = {e.storage: e.nbytes for i in draft.forward if (e := events[i]).what == "save"}
     new = sum(nbytes for storage, nbytes in saves.items() if storage not in saved)
     saved.update(saves)
@@ -172,7 +169,6 @@ def _finish(
         recompute=_make_pass(trace, draft.recompute, sorted([*early, *draft.recompute])),
         checkpointed=any(events[i].kernel is not None for i in draft.recompute),
         saved_bytes=new,
-        input_bytes=entered[0] if entered else 0,
         output_bytes=left[-1] if left else 0,
     )
 

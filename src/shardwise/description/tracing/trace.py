@@ -69,8 +69,8 @@ class TraceEvent:
     """One thing that happened: in which phase, in which modules (outermost first).
 
     origin: of a backward event, the index of the forward (or recompute) event it goes back to.
-    storage: for alloc, free and save, the number of the storage. nbytes: its size; for enter and
-    leave, the bytes of what the module takes or gives.
+    storage: for alloc, free and save, the number of the storage. nbytes: its size; for leave, the
+    bytes of what the module gives.
     """
 
     what: What
@@ -91,7 +91,6 @@ class ModelTrace:
     without_gradient: tuple[str, ...]  # trained parameters that got none
     inputs: frozenset[int]  # storages that were there before: parameters, buffers, inputs
     owners: Mapping[str, tuple[str, ...]]  # module name -> first names of its own parameters
-    tied: tuple[tuple[str, ...], ...]
     input_bytes: int
     buffer_bytes: int
     notes: tuple[str, ...] = ()  # what the reader should know of how it was made
@@ -215,7 +214,6 @@ def _trace(
     notes: tuple[str, ...] = (),
 ) -> ModelTrace:
     """Run `copied`, which nobody else uses, and write it down by the names of `model`."""
-    owners, tied = find_owners(model)
     notes += stop_caching(copied)
     recorder = Recorder(setting.device)
     tensors = [*copied.parameters(), *copied.buffers()]
@@ -243,8 +241,7 @@ def _trace(
             if p.requires_grad and id(p) not in recorder.received
         ),
         inputs=frozenset(recorder.known),
-        owners=owners,
-        tied=tied,
+        owners=find_owners(model),
         input_bytes=sum(t.nbytes for t in inputs),
         buffer_bytes=sum(b.nbytes for b in copied.buffers()),
         notes=notes + kernels.notes,
@@ -343,11 +340,11 @@ class Recorder(TorchDispatchMode):
         self.gradients.add(self._meet(parameter.grad))
         self.received.add(id(parameter))
 
-    def enter(self, name: str, given: Any) -> None:
+    def enter(self, name: str) -> None:
         self.stack.append(name)
         self._names = tuple(self.stack)
         self._mark()
-        self._write("enter", nbytes=_total_bytes(given))
+        self._write("enter")
 
     def leave(self, name: str, result: Any) -> None:
         # A recomputation may be stopped inside: what it was in has ended too.
@@ -420,7 +417,7 @@ def _dtype_named(name: str | None, argument: str) -> torch.dtype | None:
 
 
 def _total_bytes(value: Any) -> int:
-    """Bytes of the distinct storages in what a module takes or gives."""
+    """Bytes of the distinct storages in what a module gives."""
     sizes = {}
     for tensor in pytree.tree_leaves(value):
         if isinstance(tensor, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -62,41 +63,44 @@ def sharding_scatters(graph: Graph) -> list[Node]:
 
 
 def _is_of_one_parameter(gather: Node) -> bool:
+    def passes(node: Node) -> bool:
+        return is_view(node) or operator_name(node) in _PREPARES
+
     if "parts" in gather.meta:
         return True
-    seen, stack, placeholders = set(), [*gather.all_input_nodes], 0
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            placeholders += 1
-        elif is_view(node) or operator_name(node) in _PREPARES:
-            stack += node.all_input_nodes
-        else:
-            return False
-    return placeholders == 1
+    return _count_ends(gather, "placeholder", passes, lambda node: node.all_input_nodes) == 1
 
 
 def _ends_in_output(scatter: Node) -> bool:
+    def passes(node: Node) -> bool:
+        if is_wait(node) or is_view(node) or kind_of(node) == "all_reduce":
+            return True
+        return operator_name(node) in _FINISHES
+
     if "parts" in scatter.meta:
         return True
-    seen, stack, outputs = {scatter}, [*scatter.users], 0
+    return _count_ends(scatter, "output", passes, lambda node: node.users) > 0
+
+
+def _count_ends(
+    start: Node,
+    op: str,
+    passes: Callable[[Node], bool],
+    following: Callable[[Node], Iterable[Node]],
+) -> int:
+    """How many nodes of kind `op` all ways from `start` lead to; 0 if one leads to a node that is
+    neither that nor `passes`.
+    """
+    seen, stack, ends = {start}, [*following(start)], 0
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node.op == "output":
-            outputs += 1
-        elif (
-            is_wait(node)
-            or is_view(node)
-            or kind_of(node) == "all_reduce"
-            or operator_name(node) in _FINISHES
-        ):
-            stack += node.users
+        if node.op == op:
+            ends += 1
+        elif passes(node):
+            stack += following(node)
         else:
-            return False
-    return outputs > 0
+            return 0
+    return ends

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from shardwise.graph.nodes import group_of, is_compute, message_bytes
+from shardwise.graph.nodes import is_compute, message_bytes
 from shardwise.graph.passes.identify import sharding_gathers
 from shardwise.graph.passes.order import compute_before, copy_graph, dependencies, undone
 
 
-def prefetch(graph: Graph, *, window: int, in_flight_bytes: int, group: str | None = None) -> Graph:
+def prefetch(graph: Graph, *, window: int, in_flight_bytes: int) -> Graph:
     """Each gather of parameters up to `window` compute nodes in front of the first one that needs
     it, as long as no more than `in_flight_bytes` are on their way; none is issued later than it
-    was, and all in the order in which they are needed. All groups, or one: a norm's small gather
-    on another group, left where it is used, would hold back the layer that it belongs to.
+    was, and all in the order in which they are needed. Of all groups: a norm's small gather on
+    another group, left where it is used, would hold back the layer that it belongs to.
     """
-    gathers = tuple(n for n in sharding_gathers(graph) if group in (None, group_of(n)))
+    gathers = tuple(sharding_gathers(graph))
     places = _places(graph, gathers, window, in_flight_bytes)
     order: list[Node] = []
     done: set[Node] = set()

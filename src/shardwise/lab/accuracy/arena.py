@@ -137,9 +137,7 @@ def run(arguments: argparse.Namespace) -> None:
             row["failure"] = str(error).strip().splitlines()[-1]
         file.add(row)
         say(f"  {tell(row)}")
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def tell(row: Row) -> str:

@@ -149,9 +149,7 @@ def _step_of(case: AccuracyCase, device: str) -> Step:
     return wrap_plan(model, case.plan()).step_on(*tokens, case.micro_batches)
 
 
-def run_case(
-    case: AccuracyCase, calibration: Calibration, base: Cluster, device: str, steps: int = STEPS
-) -> Row:
+def run_case(case: AccuracyCase, calibration: Calibration, base: Cluster, device: str) -> Row:
     """One row: prediction first, then the measurement."""
     traced = describe_case(case, device)
     found = replay_case(case, traced, calibration, base, device)
@@ -162,7 +160,7 @@ def run_case(
         f"{case.name} {case.describe()}: kernels {found.first_s * 1e3:.1f} ms at first, "
         f"{found.settled_s * 1e3:.1f} ms settled; predicted {step_ms:.1f} ms"
     )
-    measured = measure(case, device, steps)
+    measured = measure(case, device, STEPS)
     took = measured["measured_ms"]
     say(
         f"{case.name}: measured {took:.1f} ms ({step_ms / took - 1:+.1%}), peak "

@@ -75,7 +75,7 @@ def join_rounds(rows: Sequence[Row]) -> Row:
 
 def measure_rank(case: StepCase, busy: bool) -> dict[str, Any]:
     """Kernel seconds, seconds of calls, and step times: what each of the ranks runs."""
-    table = KernelTable("cpu", quickest=busy)
+    table = KernelTable(quickest=busy)
     described = _describe(case, "zero3")[1]
     dist.barrier()
     table.measure(described, _widths(case))
@@ -122,7 +122,7 @@ def predict_rows(
     case: StepCase, busy: bool, cluster: Cluster, measured: dict[str, Any]
 ) -> list[Row]:
     """One row for each strategy."""
-    table = KernelTable("cpu", measured["kernels"])
+    table = KernelTable(measured["kernels"])
     rows = []
     for strategy in case.strategies:
         plan, described = _describe(case, strategy)

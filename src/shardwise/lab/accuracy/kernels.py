@@ -50,11 +50,10 @@ class Widths:
 
 @dataclass
 class KernelTable:
-    """Measured seconds by kernel. Two kernels with one key take the same time."""
+    """Seconds by kernel, measured on a CPU. Two kernels with one key take the same time."""
 
-    device: str
     seconds: dict[str, float] = field(default_factory=dict)
-    quickest: bool = False  # on a CPU: the sample that nothing disturbed, not the median
+    quickest: bool = False  # the sample that nothing disturbed, not the median
 
     def measure(self, description: ModelDescription, widths: Widths) -> int:
         """Time the kernels that are not known yet; gives how many those were."""
@@ -68,11 +67,9 @@ class KernelTable:
         return new
 
     def _time(self, kernel: KernelFact, direction: str, widths: Widths) -> float:
-        device = torch.device(self.device)
+        device = torch.device("cpu")
         # In a model, operands and results are rarely in a CPU's caches: take turns on many.
-        sets = (
-            1 if device.type == "cuda" else int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
-        )
+        sets = int(min(32, max(1, COLD_BYTES // (kernel.bytes + 1))))
         runs = [recipe(kernel, direction, widths, device) for _ in range(sets)]
         return time_on(_in_turn(runs), device, quickest=self.quickest)
 
@@ -232,10 +229,10 @@ _SPECIAL: Mapping[str, Callable[[KernelFact, Widths, Draw], Forward]] = {
 }
 
 
-def time_on(run: Run, device: torch.device, groups: int = GROUPS, quickest: bool = False) -> float:
+def time_on(run: Run, device: torch.device, quickest: bool = False) -> float:
     """Seconds of one run on an otherwise idle device that is kept busy: the median of groups."""
     if device.type == "cuda":
-        return _time_on_cuda(run, groups)
+        return _time_on_cuda(run)
     with torch.no_grad():
         run()
         began = time.perf_counter()
@@ -250,9 +247,9 @@ def time_on(run: Run, device: torch.device, groups: int = GROUPS, quickest: bool
     return min(samples) if quickest else statistics.median(samples)
 
 
-def _time_on_cuda(run: Run, groups: int) -> float:
+def _time_on_cuda(run: Run) -> float:
     for _ in range(2):
         run()
     once = time_launches(run, 2, SPIN_CYCLES)
     count = max(3, min(200, int(GROUP_S / max(once, 1e-7))))
-    return statistics.median(time_launches(run, count, SPIN_CYCLES) for _ in range(groups))
+    return statistics.median(time_launches(run, count, SPIN_CYCLES) for _ in range(GROUPS))

@@ -7,8 +7,7 @@ range, and nothing was set by them.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -170,14 +169,6 @@ def row_of(run: PublishedRun, cluster: Cluster) -> Row:
         "inside": said.range_ms[0] <= run.step_ms <= said.range_ms[1],
         "note": f"{run.source}: {SOURCES[run.source]}.",
     }
-
-
-def by_which_they_are_off(rows: Iterable[Row]) -> float | None:
-    """The median of published over predicted steps of those that derate: 1 where the rates are
-    derated rightly, to the hundredth.
-    """
-    off = [r["reported_ms"] / r["predicted_ms"] for r in rows if r.get("set") == "derating"]
-    return statistics.median(off) if off else None
 
 
 def quick_runs() -> tuple[PublishedRun, ...]:

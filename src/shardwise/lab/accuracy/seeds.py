@@ -34,9 +34,9 @@ FFN_NOTE = (
 FFN_MODES = {"hsdp, delayed": "delayed", "hsdp": "hsdp", "fsdp": "fsdp"}
 
 
-def seed_000(accumulate: int = 2, ratio: int = 2, engine: str = "fsdp2") -> dict[str, Timeline]:
+def seed_000(accumulate: int = 2, ratio: int = 2) -> dict[str, Timeline]:
     """HSDP with the all-reduce delayed, HSDP, and FSDP over all four ranks, with uneven work."""
-    return {name: predict(mode, accumulate, ratio, engine) for name, mode in FFN_MODES.items()}
+    return {name: predict(mode, accumulate, ratio) for name, mode in FFN_MODES.items()}
 
 
 def delayed_000() -> list[str]:

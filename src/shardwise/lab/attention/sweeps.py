@@ -319,6 +319,4 @@ def run(arguments: argparse.Namespace) -> None:
             row = bench.measure(case)
             say(describe(row))
             file.add(asdict(row))
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw_attention(file.rows))
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw_attention, show)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import os
 import time
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from shardwise.lab.exercises.forward_backward import PARTS, summarize, time_part
 from shardwise.lab.exercises.models import (
     QUICK_CONTEXT,
     ModelCase,
-    choose_sizes,
+    choose_cases,
     make_optimizer,
     one_thread,
 )
@@ -129,19 +128,12 @@ def run(arguments: argparse.Namespace) -> None:
             run_attention(file, quick)
     if "model" in arguments.parts:
         context = QUICK_CONTEXT if quick else seed004.CONTEXT
-        sizes = choose_sizes(arguments.sizes, quick)
+        cases = choose_cases(arguments, context)
         # Blocks first: they are quick to compile.
-        todo = [
-            (ModelCase(size, precision, arguments.attention, context, quick=quick), scope)
-            for scope, size, precision in itertools.product(
-                sorted(arguments.scopes), sizes, arguments.precision
-            )
-        ]
+        todo = [(case, scope) for scope in sorted(arguments.scopes) for case in cases]
         # A trial is about every path; what compiling takes is not to be quoted of it.
         run_models(file, todo, steps, max(arguments.jobs, len(todo)) if quick else arguments.jobs)
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def run_models(file: RowFile, todo: list[tuple[ModelCase, str]], steps: int, jobs: int) -> None:

@@ -7,7 +7,6 @@ for all warm-up counts.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.description.language_model import compute_loss
 from shardwise.lab.charts import draw_bars
 from shardwise.lab.exercises import seed004
-from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_sizes, make_optimizer
+from shardwise.lab.exercises.models import QUICK_CONTEXT, ModelCase, choose_cases, make_optimizer
 from shardwise.lab.processes import explain_failure, run_fresh
 from shardwise.lab.rows import RowFile, say
 from shardwise.profiling.results import Row, print_table
@@ -92,12 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     steps = 2 if quick else arguments.steps
     context = QUICK_CONTEXT if quick else seed004.CONTEXT
     file = RowFile.of(arguments, steps=steps, warmups=list(warmups), optimizer="AdamW, fused")
-    sizes = choose_sizes(arguments.sizes, quick)
-    cases = [
-        ModelCase(size, precision, arguments.attention, context, quick=quick)
-        for size, precision in itertools.product(sizes, arguments.precision)
-    ]
-    for case in file.missing(cases, lambda case: case.key):
+    for case in file.missing(choose_cases(arguments, context), lambda case: case.key):
         name = f"{case.size} {case.precision}"
         say(f"{name}: {max(warmups) + steps} steps in a process of their own")
         row: Row = {"key": case.key, **case.describe()}
@@ -107,9 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
         row["seed"] = seed004.forward_backward(case.size, case.precision)
         file.add(row)
         say(f"{name}: {row.get('failure') or _tell(row['by_warmup'][str(max(warmups))], ' ms')}")
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def draw(rows: list[Row]) -> str:

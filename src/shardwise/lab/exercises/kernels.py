@@ -8,7 +8,6 @@ note when the host is inside attention, and inside its projections.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.models import (
     QUICK_CONTEXT,
     ModelCase,
-    choose_sizes,
+    choose_cases,
     make_optimizer,
     one_thread,
 )
@@ -270,22 +269,14 @@ def run(arguments: argparse.Namespace) -> None:
     quick, steps = arguments.quick, 3 if arguments.quick else arguments.steps
     context = QUICK_CONTEXT if quick else arguments.context
     file = RowFile.of(arguments, steps=steps, warmup=WARMUP, optimizer="AdamW, fused")
-    cases = [
-        ModelCase(size, precision, arguments.attention, context, quick=quick)
-        for size, precision in itertools.product(
-            choose_sizes(arguments.sizes, quick), arguments.precision
-        )
-    ]
     with one_thread(quick):
-        for case in file.missing(cases, lambda case: case.key):
+        for case in file.missing(choose_cases(arguments, context), lambda case: case.key):
             say(f"{case.size} {case.precision}: {steps} passes by the clock, {2 * TRACED} traced")
             row: Row = {"key": case.key, **case.describe(), **measure(case, steps)}
             # The document could not run its profiler; of its own it has forward by the clock.
             row["document"] = seed004.forward_backward(case.size, case.precision)
             file.add(row)
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def draw(rows: list[Row]) -> str:

@@ -205,9 +205,7 @@ def run(arguments: argparse.Namespace) -> None:
     with one_thread(True):  # too small for more
         for part in arguments.parts:
             parts[part](file)
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def draw(rows: list[Row]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -73,6 +75,16 @@ class ModelCase:
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     """AdamW, the same for all."""
     return torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+
+
+def choose_cases(arguments: argparse.Namespace, context: int) -> list[ModelCase]:
+    """Every model asked for, in every precision."""
+    return [
+        ModelCase(size, precision, arguments.attention, context, quick=arguments.quick)
+        for size, precision in itertools.product(
+            choose_sizes(arguments.sizes, arguments.quick), arguments.precision
+        )
+    ]
 
 
 def choose_sizes(asked: Sequence[str] | None, quick: bool) -> Sequence[str]:

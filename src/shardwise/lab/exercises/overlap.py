@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.description.language_model import LM, compute_loss
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.emulation.run import Taken, join_fake_group, step_ahead, time_step
+from shardwise.emulation.run import Taken, fake_group, step_ahead, time_step
 from shardwise.lab.exercises import seed004
 from shardwise.lab.exercises.models import CPU_SIZES, QUICK_CONTEXT, ModelCase, tell_device
 from shardwise.lab.parallel.ddp import sum_up
@@ -100,8 +99,7 @@ def measure(case: ModelCase, reduce: str, ranks: int, network: Network) -> dict[
         torch.set_num_threads(1)
     on_gpu = case.device == "cuda"
     try:
-        join_fake_group(0, ranks)
-        with emulate(network) as emulation:
+        with fake_group(0, ranks), emulate(network) as emulation:
             trial = wrap_plan(case.make_model(), sw.Plan.of("ddp", mesh=ranks, reduce=reduce))
             tokens = case.make_tokens()
             taken, device = Taken(), torch.device("cuda:0" if on_gpu else "cpu")
@@ -118,9 +116,6 @@ def measure(case: ModelCase, reduce: str, ranks: int, network: Network) -> dict[
         return figures | {"compute": stopwatch.spans(), "messages": messages}
     except (RuntimeError, ValueError) as error:
         return {"failure": explain_failure(error)}
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -145,9 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
         row["seed"] = seed004.DDP_STEPS.get(reduce, {}) if size == "xl" else {}
         file.add(row)
         say(f"{size} ddp {reduce}: " + row.get("failure", f"{row.get('step_ms')} ms"))
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw_overlap(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw_overlap, show)
 
 
 def show(rows: list[Row], facts: dict[str, Any]) -> None:

@@ -45,9 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         for case, answer in zip(these, answers, strict=True):
             file.add(case.describe() | answer)
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def select_cases(arguments: argparse.Namespace, device: str) -> list[GroupedCase]:

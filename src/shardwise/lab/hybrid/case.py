@@ -47,13 +47,6 @@ class HybridCase:
         """Of a step, all ranks."""
         return self.workload.tokens_on(MESH)
 
-    @property
-    def is_document(self) -> bool:
-        """It is what the document has figures of."""
-        stack = (self.stack.d_model, self.stack.d_ff, self.stack.layers, self.sequence)
-        uneven = (self.accumulate, self.ratio, self.synced)
-        return stack == (4096, 14336, 8, 4096) and uneven == (2, 2, False)
-
     def describe(self) -> dict[str, Any]:
         return {
             "hidden": self.stack.d_model, "intermediate": self.stack.d_ff,

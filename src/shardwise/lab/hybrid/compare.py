@@ -80,9 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     for row in file.rows:
         row["speedup"] = _speedup(row, file.rows)
     file.write()
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def _modes(arguments: argparse.Namespace) -> list[str]:

@@ -46,10 +46,10 @@ class ShardedState:
         return sum(astuple(self))
 
 
-def sharded_state(
-    parameters: float, ranks: int, unit_parameters: float, gradient_bytes: int = 4
-) -> ShardedState:
-    """4 P / n for the master and each moment, 2 bytes for each parameter of the unit at work."""
+def sharded_state(parameters: float, ranks: int, unit_parameters: float) -> ShardedState:
+    """4 P / n for the master, each moment and the gradients, 2 bytes for each parameter of the unit
+    at work.
+    """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}, expected at least 1")
     share = 4 * parameters / ranks
@@ -59,7 +59,7 @@ def sharded_state(
         second_moment=share,
         full_weights=2 * unit_parameters,
         full_gradients=2 * unit_parameters,
-        gradients=gradient_bytes * parameters / ranks,
+        gradients=share,
     )
 
 

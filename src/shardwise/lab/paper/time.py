@@ -123,11 +123,6 @@ def combined_tokens(
     return (1 if overlap_axes else 4) * chip.alpha**2 / (axes_x * axes_y * d_ff)
 
 
-def best_fsdp_axis(batch: float, d_ff: int, chips: int, axes_x: int, axes_y: int) -> float:
-    """sqrt(B / F x M_X / M_Y x N): the FSDP share at which both axes take equally long."""
-    return math.sqrt(batch / d_ff * axes_x / axes_y * chips)
-
-
 # Data parallel with buckets: s bytes of gradients, w bytes/s of all-reduce, o seconds for each
 # call, T seconds of backward, nb buckets.
 

@@ -97,14 +97,11 @@ def run(arguments: argparse.Namespace) -> None:
             for case, found in zip(fits, answer["messages"], strict=True):
                 rates = _rate(case, found["seconds"])
                 file.add(_describe(case) | found | rates | _predict(case, cluster))
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def _fits(case: Case) -> bool:
-    free = free_bytes(torch.device("cpu"))
-    return free is None or COPIES * case.ranks * case.megabytes * MB < free
+    return COPIES * case.ranks * case.megabytes * MB < free_bytes(torch.device("cpu"))
 
 
 def measure(cases: list[Case], effort: Effort) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.calibration.measure import NOTHING, Effort, Findings, measure_links
@@ -24,7 +23,7 @@ from shardwise.description.language_model import LM, OPTIMIZER, draw_tokens, mak
 from shardwise.description.preset import SIZES, Size, bench_size
 from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.emulation.run import Taken, join_fake_group, time_step
+from shardwise.emulation.run import Taken, fake_group, time_step
 from shardwise.lab.accuracy.calibrate import emulated_level
 from shardwise.lab.accuracy.cases import describe_model
 from shardwise.lab.charts import draw_bars
@@ -147,9 +146,7 @@ def run(arguments: argparse.Namespace) -> None:
         links = _read_links(answer["points"])
     if missing:
         file.add({"key": f"{base}/best", **case.describe(), **_find_best(file.rows, case, *links)})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def choose_case(arguments: argparse.Namespace) -> Case:
@@ -280,8 +277,7 @@ def measure_emulated(case: Case, way: Way, network: Network) -> dict[str, Any]:
     """Steps with the network and with a free one; in a process of its own."""
     try:
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        join_fake_group(0, case.ranks)
-        with emulate(network) as emulation:
+        with fake_group(0, case.ranks), emulate(network) as emulation:
             trial = way.wrap(make_model(case.size, str(device), case.context), case.ranks)
             tokens = draw_tokens(case.size, case.batch, case.context, device)
             taken = Taken()
@@ -289,9 +285,6 @@ def measure_emulated(case: Case, way: Way, network: Network) -> dict[str, Any]:
         return sum_up(taken)
     except (RuntimeError, ValueError) as error:
         return {"failure": explain_failure(error)}
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def sum_up(taken: Taken) -> Row:

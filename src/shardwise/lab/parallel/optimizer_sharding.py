@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -25,7 +24,7 @@ from torch.profiler import record_function
 import shardwise as sw
 from shardwise.description.language_model import OPTIMIZER, compute_loss, draw_tokens, make_model
 from shardwise.emulation.collectives import Network, emulate
-from shardwise.emulation.run import Taken, join_fake_group, time_step
+from shardwise.emulation.run import Taken, fake_group, time_step
 from shardwise.lab.charts import draw_bars
 from shardwise.lab.exercises.memory.trace import PHASE, read_trace
 from shardwise.lab.exercises.models import tell_device
@@ -96,9 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
         row["document"] = document.OPTIMIZER_SHARDING[said] if way in ("whole", "sharded") else {}
         file.add(row)
         say(f"{WAYS[way]}: " + found.get("failure", f"{found.get('step_ms', 0):.1f} ms"))
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw, show)
 
 
 def count_by_formula(case: Case, way: str) -> dict[str, float]:
@@ -219,8 +216,7 @@ def measure_emulated(case: Case, way: str, network: Network) -> Row:
     """Memory of the second step, then steps; in a process of its own."""
     try:
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        join_fake_group(0, case.ranks)
-        with emulate(network) as emulation:
+        with fake_group(0, case.ranks), emulate(network) as emulation:
             tokens = draw_tokens(case.size, case.batch, case.context, device)
 
             def build() -> Wrapped:
@@ -242,9 +238,6 @@ def measure_emulated(case: Case, way: str, network: Network) -> Row:
         return found | {"memory_bytes": memory, "held_bytes": held}
     except (RuntimeError, ValueError) as error:
         return {"failure": explain_failure(error)}
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _follow_on_cuda(trial: Wrapped, tokens: tuple[Tensor, Tensor], left: int) -> dict[str, int]:

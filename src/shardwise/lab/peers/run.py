@@ -29,7 +29,7 @@ from shardwise.lab.steps.compare import compare_sides
 from shardwise.lab.steps.engines import Wrapped
 from shardwise.lab.steps.measure import Measured, measure
 from shardwise.lab.steps.models import GPT2_MEDIUM, MOE, GPTSize, MoESize, build_model
-from shardwise.profiling.results import Row, print_table
+from shardwise.profiling.results import Row, print_table, say_where
 from shardwise.profiling.timing import spread
 
 # Models that are none of the reference model's: biases and a tied embedding; many small parameters.
@@ -273,9 +273,7 @@ def show(rows: list[Row], facts: dict[str, Any]) -> None:
         lines = [[line[i] for i in kept] for line in lines]
         title = "ratios: ours over theirs, below 1 is better"
         print_table(title, [heads[i] for i in kept], lines, {}, first, 80)
-    hardware = facts["environment"]
-    name = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cores']} cores"
-    print(f"commit {hardware['commit']}, torch {hardware['torch']}, {name}")
+    print(say_where(facts["environment"]))
     for row in rows:
         if "failure" in row:
             print(f"{row['case']} {row['peer']}: {row['failure']}")

@@ -224,9 +224,7 @@ def run(arguments: argparse.Namespace) -> None:
             tensors.run_attention(file, arguments.quick)
         if "peaks" in arguments.parts:
             run_peaks(arguments, file)
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw_memory(file.rows), encoding="utf-8")
-    show(file.rows, file.facts)
+    file.tell(arguments.plot, draw_memory, show)
 
 
 def run_peaks(arguments: argparse.Namespace, file: RowFile) -> None:

@@ -44,9 +44,9 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def attention_bytes(width: int, tokens: int, kept: int = 2) -> int:
-    """4 b s^2 for each kept tensor of the scores' size; queries, keys, values and the result."""
-    return 4 * BATCH * tokens * (kept * tokens + 4 * width)
+def attention_bytes(width: int, tokens: int) -> int:
+    """4 b s^2 for both kept tensors of the scores' size; queries, keys, values and the result."""
+    return 4 * BATCH * tokens * (2 * tokens + 4 * width)
 
 
 def residual_bytes(batch: int, context: int, d_model: int) -> int:
