@@ -113,6 +113,9 @@ class GraphExecutor:
         self._summing: list[tuple[GraphUnit, dict[int, Node], Message | dict[int, Node]]] = []
         # Sums that nothing reads before the end of the pass: not waited for until then.
         self._landing: list[tuple[GraphUnit, Message]] = []
+        # Only these units are sent for at once; others when told to (None: all at once).
+        self.hurries: set[GraphUnit] | None = None
+        self._delayed: list[GraphUnit] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Append a call of an operator, with an example of its value."""
@@ -130,6 +133,18 @@ class GraphExecutor:
     # A unit
 
     def gather(self, unit: GraphUnit) -> None:
+        if self.hurries is None or unit in self.hurries:
+            self._send_for(unit)
+        else:
+            self._delayed.append(unit)
+
+    def send_delayed(self) -> None:
+        self.hurries = None
+        for unit in self._delayed:
+            self._send_for(unit)
+        self._delayed = []
+
+    def _send_for(self, unit: GraphUnit) -> None:
         sent: dict[int, Node] = {}
         for number, (part, whole, *_) in unit.needed.items():
             p = unit.parameters[number]

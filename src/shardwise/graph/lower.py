@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.graph.executor import GraphExecutor, GraphParameter, GraphUnit
-from shardwise.graph.nodes import is_wait
+from shardwise.graph.nodes import is_compute, is_wait
 from shardwise.graph.ops import FULL, REDUCED
 from shardwise.planning.plan import Plan
 from shardwise.schedule.executor import Held
@@ -93,7 +93,8 @@ class Lowering:
         walk.inputs()
         for unit in returned:
             schedule.before_forward(unit)
-        walk.run(schedule.before_forward, schedule.after_forward, roots=True)
+        hurries = self.executor.together  # else passes move messages
+        walk.run(schedule.before_forward, schedule.after_forward, roots=True, hurries=hurries)
         for unit in roots:
             schedule.after_forward(unit)
         schedule.end_forward()
@@ -114,7 +115,7 @@ class Lowering:
         schedule.open_backward()
         for unit in roots:
             schedule.before_backward(unit)
-        if not roots:  # kept from forward: what comes next is sent for while the loss's end runs
+        if not roots and self.executor.together:  # kept: what comes next is sent for at once
             for unit in order[: schedule.policy.backward_prefetch]:
                 if unit.options.gathers_in_backward:
                     unit.gather()
@@ -204,11 +205,19 @@ class _Walk:
         begins: Callable[[GraphUnit], None],
         ends: Callable[[GraphUnit], None],
         roots: bool = False,
+        hurries: bool = False,
     ) -> None:
-        """Copy all nodes. `begins` hears of the root's units too where they are not there yet."""
-        for node in self.old.nodes:
-            if node.op in ("placeholder", "output") or node in self.gathered:
-                continue
+        """Copy all nodes. `begins` hears of the root's units too where they are not there yet. If
+        it `hurries`, what is gathered ahead of its need goes behind the first product: the device
+        is idle until that, and each message takes the host its time.
+        """
+        nodes = [n for n in self.old.nodes if n.op not in ("placeholder", "output")]
+        nodes = [node for node in nodes if node not in self.gathered]
+        product = next(filter(is_compute, nodes), None) if hurries else None
+        if product is not None:
+            early = nodes[: nodes.index(product) + 1]
+            self.executor.hurries = {u for node in early for u in self._begins.get(node, ())}
+        for node in nodes:
             for unit in self._begins.get(node, ()):
                 if roots or not unit.is_root:
                     begins(unit)
@@ -216,6 +225,8 @@ class _Walk:
                 self._take(node)
             elif node not in self._of_sink:
                 self._copy(node)
+            if node is product:
+                self.executor.send_delayed()
             for unit in self._ends.get(node, ()):
                 if not unit.is_root or unit.gradient_count:
                     ends(unit)
