@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.description.recompute import run_again
 from shardwise.description.workload import Recomputing
-from shardwise.engine import gradients
+from shardwise.engine import aside, gradients
 from shardwise.engine.engine import engine_of
 from shardwise.schedule.unit import State
 from tests.parity.models import (
@@ -507,6 +507,142 @@ def test_a_loss_that_is_kept_beside_the_output(two: Ranks, name: str, detached: 
     the root keeps for backward is there, though its output carries no gradient.
     """
     assert max(two.run(_beside, name, detached)) < BOUND
+
+
+class Aside(nn.Module):
+    """Makes a loss of its output and its own parameters, which is no part of what it returns."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.full((8,), 1.1))
+        self.head = nn.Linear(8, 2)
+        self.where = where
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        if self.where != "hook":
+            aside = self.head(torch.sin(out * self.scale)).square().mean()
+        if self.where == "list":
+            kept.append(aside)
+        elif self.where == "attribute":
+            self.loss = aside
+        return out
+
+
+class WithAsides(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Aside(where) for _ in range(3))
+        self.last = nn.Linear(8, 2)
+        self.kept: list[torch.Tensor] = []
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.kept)
+        return self.last(x)
+
+    def losses(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output's, and those that were kept."""
+        self.kept.clear()
+        made = self(x).square().mean()
+        if self.where == "attribute":
+            self.kept = [block.loss for block in self.blocks]  # type: ignore[misc]
+        aside, self.kept = torch.stack(self.kept).sum(), []
+        return made, aside
+
+
+def _keep_by_hooks(model: Any) -> None:
+    for block in model.blocks:
+        block.down.register_forward_hook(
+            lambda down, _, out, block=block: model.kept.append(
+                (out @ down.weight).square().mean() + (out * block.scale).sin().mean()
+            )
+        )
+
+
+def _asides(name: str, where: str, use: str) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = WithAsides(where), WithAsides(where)
+    if name == "drop-in":
+        for module in (*model.blocks, model):
+            sw.fully_shard(module)
+    else:
+        sw.shard(model, sw.Plan.of(name, mesh=world, average=True))
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+
+    def train(m: Any, x: torch.Tensor, share: int) -> None:
+        made, aside = (loss / share for loss in m.losses(x))
+        if use == "one after the other":
+            made.backward(retain_graph=True)
+            aside.backward()
+        else:
+            (made + aside if use == "together" else aside).backward()
+
+    for step, batch in enumerate(torch.randn(4, world, 4, 8, generator=_seeded(1))):
+        if where == "hook" and step == 1:  # hung after a first step
+            _keep_by_hooks(model)
+            _keep_by_hooks(alone)
+        if where == "hook" and step == 0:
+            model(batch[rank]).square().mean().backward()
+            for each in batch:
+                (alone(each).square().mean() / world).backward()
+        else:
+            train(model, batch[rank], 1)
+            for each in batch:
+                train(alone, each, world)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+        states = {u.name: u.state for u in engine_of(model).units if u.options.keep is not True}
+        # The first step shows where losses are kept: until the next one all stays.
+        assert step == 0 or name != "zero3" or set(states.values()) == {State.FREE}, states
+    return difference(sw.full_state_dict(model), alone.state_dict())
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("use", ("together", "alone", "one after the other"))
+@pytest.mark.parametrize("where", ("attribute", "list", "hook"))
+@pytest.mark.parametrize("name", ("ddp", "zero2", "zero3", "drop-in"))
+def test_a_loss_that_a_block_keeps_aside(two: Ranks, name: str, where: str, use: str) -> None:
+    """Backward reads parameters of a block before any gradient comes to what the block returned:
+    its unit is gathered then. (torch reads where no memory is.)
+    """
+    assert max(two.run(_asides, name, where, use)) < BOUND
+
+
+def _freed_reads() -> str:
+    """A loss that nobody can see, of a parameter that was read again behind its block's back."""
+    model = sw.shard(WithAsides("hook"), sw.Plan.of("zero3", mesh=dist.get_world_size()))
+    model(torch.ones(4, 8)).sum().backward()
+    block: Any = model.blocks[0]
+    kept: dict[str, torch.Tensor] = {}
+
+    class Hidden(nn.Module):
+        def forward(self, out: torch.Tensor) -> torch.Tensor:
+            kept["loss"] = (out * block.scale).sin().mean()
+            return out
+
+    forward = block.forward
+    block.forward = lambda x, kept: Hidden()(forward(x, kept))
+    model(torch.ones(4, 8))
+    try:
+        kept["loss"].backward()
+    except RuntimeError as error:
+        aside.explain(error)
+        return str(error)
+    return "no error"
+
+
+def test_a_read_of_freed_parameters_is_an_error(two: Ranks) -> None:
+    """Not the end of the process."""
+    for said in two.run(_freed_reads):
+        assert "shape [8]" in said and "keep it on the block" in said
 
 
 def _thaw(name: str, by_torch: bool) -> float:

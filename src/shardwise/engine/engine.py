@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from shardwise.engine.unit import Unit
 from shardwise.planning.plan import Plan
 from shardwise.schedule.moments import Schedule
 from shardwise.schedule.policy import Policy
+from shardwise.schedule.unit import State
 from shardwise.watch import rank as watched
 from shardwise.watch.page import BACKWARD, FORWARD
 
@@ -261,6 +263,24 @@ class Engine:
         if watched.on is not None:
             watched.on.page.enter(BACKWARD, unit.name, self.mesh.shard.runs)
         self.schedule.before_backward(unit)
+
+    def bring_in_backward(self, unit: Unit) -> None:
+        """Backward reads a parameter of the unit, whether or not it came by an output."""
+        if unit.state is not State.READY:
+            self.open_backward()
+            self.before_backward(unit)
+
+    def owner_of(self, tensor: torch.Tensor) -> weakref.ref[Unit] | None:
+        """The unit of a shown parameter, or of a view of one; None for any other tensor."""
+        base = torch_private.base_of(tensor)
+        full: bool = getattr(base, "_shardwise_full", False)
+        return self._owners.get(base._shardwise_moved) if full else None  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, weakref.ref[Unit]]:
+        """By the names of their parameters."""
+        units = [(unit, weakref.ref(unit)) for unit in self.units]
+        return {member.name: of for unit, of in units for member in unit.parameters.members}
 
     def open_backward(self) -> None:
         if self.schedule.open_backward(makes_graph=torch.is_grad_enabled()):

@@ -284,6 +284,7 @@ class Unit(ScheduledUnit):
         self.trainable: tuple[bool, ...] = ()
         self.touched = False  # shown since nothing waited for a backward: autograd may have views
 
+        self.freed_at: int | None = None  # how often the full parameters had been written by then
         self.discards = False  # a gather under way is waited for in order to be freed
         # Frozen weights in its modules, and trained parameters of other units.
         self.leads_to_others = False
@@ -326,6 +327,7 @@ class Unit(ScheduledUnit):
         self.aliased = p.aliased
         self.state = State.READY if p.aliased else State.FREE
         self.stale = self.piece = False
+        self.freed_at = None
         self.gathered_version = -1
         self.trainable = ()
         self.prepared = True

@@ -124,6 +124,7 @@ class Schedule(Generic[U]):
         """A step begins: what is gathered of the last one is stale."""
         for unit in units:
             unit.stale = unit.state is not State.FREE and not unit.aliased
+            unit.needed_on = False
             unit.forget_piece()
 
     def before_forward(self, unit: U, recomputes: bool = False) -> None:
@@ -147,8 +148,8 @@ class Schedule(Generic[U]):
 
     def after_forward(self, unit: U) -> None:
         """Hide the unit, and free it unless it is kept."""
-        keep = unit.options.keep
-        if not self.policy.frees_in_pass or keep is True or self.keeps_graph:
+        keep, needed = unit.options.keep, unit.needed_on or self.keeps_graph
+        if not self.policy.frees_in_pass or keep is True or needed:
             if not unit.options.stays_shown:
                 unit.hide()
         elif keep is False:
@@ -194,7 +195,8 @@ class Schedule(Generic[U]):
 
     def after_backward(self, unit: U) -> None:
         """Free the unit and reduce its gradients, in the order the ranks agreed on."""
-        frees = self.policy.frees_in_pass and unit.frees_early and not self.keeps_graph
+        frees = self.policy.frees_in_pass and unit.frees_early
+        frees = frees and not (unit.needed_on or self.keeps_graph)
         if frees and not unit.options.keep_after_backward:
             unit.free()
         now = self.current
@@ -253,7 +255,7 @@ class Schedule(Generic[U]):
             unit.forget_piece()
             if not unit.options.keep_after_backward:
                 unit.hide()
-                if frees:
+                if frees and not unit.needed_on:
                     unit.free()
 
     def complete_units(self) -> list[U]:
