@@ -645,6 +645,81 @@ def test_a_read_of_freed_parameters_is_an_error(two: Ranks) -> None:
         assert "shape [8]" in said and "keep it on the block" in said
 
 
+class Stepping(nn.Module):
+    """A block that moves its input against the gradient of an energy of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.rate = Block(8, 16), nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.energy(start).square().mean(), start)
+        return self.energy(x - self.rate * slope)
+
+
+class BackwardInside(nn.Module):
+    """Runs a backward in its forward, and goes on with its own parameters and its blocks'."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(Block(8, 16), Stepping(), Block(8, 16))
+        self.scale, self.head = nn.Parameter(torch.full((8,), 1.1)), nn.Linear(8, 2)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, share: int) -> torch.Tensor:
+        made: torch.Tensor = self.net(x) * self.scale
+        if self.kind == "cut":  # the head's part in pieces, as for a long sequence
+            cut = made.detach().requires_grad_()
+            for piece in cut.chunk(2):
+                (self.head(piece).square().sum() / share).backward()
+            assert cut.grad is not None
+            return (made * cut.grad).sum()
+        loss = self.head(made).square().mean() / share
+        if self.kind == "block":
+            return loss
+        loss.backward()
+        if self.kind == "ends":
+            return loss.detach()
+        return self.head(self.net(-x) * self.scale).square().mean() / share
+
+
+def _backward_inside(name: str, kind: str) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = BackwardInside(kind), BackwardInside(kind)
+    if name == "drop-in":
+        for module in (*model.net, model):
+            sw.fully_shard(module)
+    else:
+        plan = sw.Plan.of(name, mesh=world, units=["net.*"], average=True)
+        sw.shard(model, plan)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    for batch in torch.randn(3, world, 4, 8, generator=_seeded(1)):
+        for m, rows, share in ((model, batch[rank : rank + 1], 1), (alone, batch, world)):
+            for each in rows:
+                loss = m(each, share)
+                if loss.requires_grad:
+                    loss.backward()
+        states = {u.name: u.state for u in engine_of(model).units if not u.is_root}
+        assert set(states.values()) == {State.FREE} or name in ("ddp", "zero1"), states
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    if kind == "block":
+        with torch.no_grad():
+            assert (model(batch[0], 1) - alone(batch[0], 1)).abs() < BOUND
+    return difference(sw.full_state_dict(model), alone.state_dict())
+
+
+@pytest.mark.parametrize("kind", ("ends", "goes on", "cut", "block"))
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3", "drop-in"))
+def test_a_backward_inside_of_a_forward(two: Ranks, name: str, kind: str) -> None:
+    """What runs meanwhile stays gathered, and in its place, until its forward has ended."""
+    assert max(two.run(_backward_inside, name, kind)) < BOUND
+
+
 def _thaw(name: str, by_torch: bool) -> float:
     """Freeze a matrix after two steps and thaw another; equals one process doing the same."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -95,6 +95,7 @@ class Engine:
         self.forward_root: Node | None = None
         self.hold: Hold | None = None  # of the forward that runs
         self._held: weakref.WeakSet[Hold] = weakref.WeakSet()  # of forwards that have a graph
+        self.ran_backward = False  # inside of the forward that runs
         self.failed = False  # a forward of this step ended in an exception
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
         self.backwards = 0  # backward passes that ended
@@ -180,6 +181,11 @@ class Engine:
             self.structure.check(self.policy.may_grow)
             self._begin_step(node)
         self.schedule.forward_order.begin()
+        self.ran_backward = False
+        self._make_hold()
+
+    def _make_hold(self) -> None:
+        """Of the graph that is made from now on."""
         self.hold = Hold(self)
         self._held.add(self.hold)
 
@@ -326,6 +332,9 @@ class Engine:
         if marks.on is not None:
             marks.on.turn("", "optimizer")
         schedule.close_backward()
+        if self.forward_root is not None:
+            self.ran_backward = True
+            self._make_hold()
 
     def end_step(self, ran: bool) -> None:
         """The sums are complete: hang them on the parameters."""

@@ -252,7 +252,7 @@ class Node:
             if not awaits_backward:
                 self._check_output(output)
             # A loss may be kept beside the output: what backward needs of the root stays for it.
-            engine.end_forward(awaits_backward or self._trains)
+            engine.end_forward(awaits_backward or (self._trains and not engine.ran_backward))
 
     def _announce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Watch an output for which a transform of torch.func does not say whether a gradient will

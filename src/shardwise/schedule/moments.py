@@ -196,7 +196,7 @@ class Schedule(Generic[U]):
     def after_backward(self, unit: U) -> None:
         """Free the unit and reduce its gradients, in the order the ranks agreed on."""
         frees = self.policy.frees_in_pass and unit.frees_early
-        frees = frees and not (unit.needed_on or self.keeps_graph)
+        frees = frees and not (unit.needed_on or unit.running or self.keeps_graph)
         if frees and not unit.options.keep_after_backward:
             unit.free()
         now = self.current
@@ -253,7 +253,8 @@ class Schedule(Generic[U]):
         frees = frees and not self.keeps_graph
         for unit in self.units:
             unit.forget_piece()
-            if not unit.options.keep_after_backward:
+            # A backward inside of a forward leaves the modules that run as they are.
+            if not (unit.options.keep_after_backward or unit.running):
                 unit.hide()
                 if frees and not unit.needed_on:
                     unit.free()
