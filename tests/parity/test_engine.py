@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -459,6 +462,61 @@ def test_a_gradient_penalty(two: Ranks, name: str) -> None:
     gathered stays until then, and no longer.
     """
     assert max(two.run(_penalised, name)) < BOUND
+
+
+def _left_by_transforms(name: str) -> list[tuple[str, ...]]:
+    """What stays gathered after transforms of torch.func whose gradients nobody goes through, and
+    what one through which a backward goes needs.
+    """
+    torch.manual_seed(0)
+    alone = nn.Sequential(*[Block(8, 16) for _ in range(3)], nn.Linear(8, 2))
+    model: Any = copy.deepcopy(alone)
+    if name == "drop-in":
+        for module in (*model[:3], model):
+            sw.fully_shard(module)
+    else:
+        sw.shard(model, sw.Plan.of(name, dist.get_world_size()))
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    left = []
+
+    def square(m: nn.Module, at: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = functional_call(m, {}, (at,))
+        return made.square().mean()
+
+    def note() -> None:
+        units = engine_of(model).units
+        left.append(tuple(u.name for u in units if u.state is not State.FREE and not u.is_root))
+
+    with torch.no_grad():
+        for transform in (grad, vjp_of_one, jacrev, lambda f: vmap(grad(f)), hessian):
+            at = x[:1] if transform is hessian else x
+            found, wanted = (transform(partial(square, m))(at) for m in (model, alone))
+            torch.testing.assert_close(found, wanted)
+            note()
+    found = grad(partial(square, model))(x)
+    del found
+    model(x)
+    note()
+    for m in (model, alone):
+        grad(partial(square, m))(x).square().sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        if q.grad is not None:
+            ranks = 1 if name == "drop-in" else dist.get_world_size()  # of the same batch
+            torch.testing.assert_close(p.grad.full_tensor(), ranks * q.grad)
+    note()
+    return left
+
+
+def vjp_of_one(function: Any) -> Any:
+    return lambda x: vjp(function, x)[1](torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("name", ("zero2", "zero3", "drop-in"))
+def test_transforms_leave_nothing_gathered(two: Ranks, name: str) -> None:
+    for left in two.run(_left_by_transforms, name):
+        if name == "zero2":  # one forward without a backward
+            left.pop(-2)
+        assert set(left) == {()}, left
 
 
 class Beside(nn.Module):

@@ -94,7 +94,7 @@ class Engine:
         # The node whose forward is the outermost now; None between forwards.
         self.forward_root: Node | None = None
         self.hold: Hold | None = None  # of the forward that runs
-        self._held: weakref.WeakSet[Hold] = weakref.WeakSet()  # of forwards that have a graph
+        self._held: weakref.WeakSet[Hold] = weakref.WeakSet()  # of forwards whose graph is there
         self.ran_backward = False  # inside of the forward that runs
         self.failed = False  # a forward of this step ended in an exception
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
@@ -177,6 +177,10 @@ class Engine:
         self.failed = False
         if self.schedule.current.in_backward:
             self._abandon_backward()
+        # Ranks gather together, so they do alike whatever is left of a graph on each.
+        kept = self.schedule.keeps_graph
+        if kept and not any(self.mesh.shard.exchange(bool(len(self._held)))):
+            self.schedule.forget_graph()
         if self.schedule.first_micro:
             self.structure.check(self.policy.may_grow)
             self._begin_step(node)
@@ -288,8 +292,10 @@ class Engine:
         units = [(unit, weakref.ref(unit)) for unit in self.units]
         return {member.name: of for unit, of in units for member in unit.parameters.members}
 
-    def open_backward(self) -> None:
-        if self.schedule.open_backward(makes_graph=torch.is_grad_enabled()):
+    def open_backward(self, makes_graph: bool | None = None) -> None:
+        """`makes_graph`: another backward may go through this one."""
+        makes = torch.is_grad_enabled() if makes_graph is None else makes_graph
+        if self.schedule.open_backward(makes):
             torch_private.call_after_backward(self.end_backward)
 
     def gradient_arrived(self, unit: Unit, shown: torch.Tensor) -> None:

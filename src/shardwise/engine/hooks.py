@@ -301,10 +301,10 @@ class Node:
         )
 
     @torch_private.outside_transforms
-    def before_backward(self) -> None:
+    def before_backward(self, makes_graph: bool | None) -> None:
         """The gradient of an output of this module is complete."""
         engine = self.engine
-        engine.open_backward()
+        engine.open_backward(makes_graph)
         if marks.on is not None:
             marks.on.turn(self._unit_name, "backward")
         for unit in self.units:
@@ -394,6 +394,7 @@ class Watch:
 
     def __init__(self, hold: Hold | None, producer: weakref.ref[Node] | None) -> None:
         self.hold, self.producer = hold, producer
+        self.makes_graph = torch_private.transforms_go_on()
         self.consumers: list[tuple[weakref.ref[Node], weakref.ref[Unit]]] = []
 
     def __call__(self, gradient: Any) -> None:
@@ -403,7 +404,7 @@ class Watch:
                 node.input_done(unit)
         node = self.producer() if self.producer is not None else None
         if node is not None:
-            node.before_backward()
+            node.before_backward(self.makes_graph)
         if self.hold is not None:  # what the running backward needs is kept by its end's callback
             self.hold.engine = None
 

@@ -222,6 +222,21 @@ def inside_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def transforms_go_on() -> bool | None:
+    """In a forward under a transform of torch.func: whether a backward may go through the one that
+    the innermost will run. None: torch itself knows. Without the names it may always: each runs so
+    that one could, and all would stay gathered for one that never comes.
+    """
+    if not inside_transform():
+        return None
+    functorch: Any = torch._C._functorch
+    levels = functorch.get_interpreter_stack()
+    grads = [level for level in levels if level.key() == functorch.TransformType.Grad]
+    if len(grads) != 1:
+        return True if grads else None
+    return bool(functorch.CGradInterpreterPtr(grads[0]).prevGradMode())
+
+
 def outside_transforms(function: Call) -> Call:
     """`function`, for which tensors are plain, not wrapped for the transforms under way; which
     selective checkpointing does not see: it counts operations, and a recomputing forward has others

@@ -249,6 +249,14 @@ class Schedule(Generic[U]):
         """Give back what only backward needed."""
         self.keeps_graph = self.current.makes_graph
         self.current = Pass(self.units)
+        self._give_back()
+
+    def forget_graph(self) -> None:
+        """No backward will come through the graph that one has made of itself."""
+        self.keeps_graph = False
+        self._give_back()
+
+    def _give_back(self) -> None:
         frees = self.policy.frees_in_pass or (self.policy.frees_after_step and self.last_micro)
         frees = frees and not self.keeps_graph
         for unit in self.units:
