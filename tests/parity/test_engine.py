@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.description.recompute import run_again
 from shardwise.description.workload import Recomputing
-from shardwise.engine import aside, gradients
+from shardwise.engine import gradients, uncaught
 from shardwise.engine.engine import engine_of
 from shardwise.schedule.unit import State
 from tests.parity.models import (
@@ -692,7 +692,7 @@ def _freed_reads() -> str:
     try:
         kept["loss"].backward()
     except RuntimeError as error:
-        aside.explain(error)
+        uncaught.explain(error)
         return str(error)
     return "no error"
 

@@ -8,7 +8,6 @@ saved with the name of the parameter: whoever reads it in backward gathers its u
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -121,18 +120,3 @@ def _saving(engine: Engine) -> Any:
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-_SAYS = re.compile(r"modified by an inplace operation: \[[\w.]+ (\[[\d, ]*\])\]")
-
-
-def explain(error: BaseException) -> None:
-    """Add to torch's own message what it cannot know: parameters are written by gathers, too."""
-    found = _SAYS.search(str(error)) if isinstance(error, RuntimeError) else None
-    if found is not None and "shardwise:" not in str(error):
-        error.args = (
-            f"{error}\nshardwise: if nothing in the program changed a tensor of shape {found[1]}, "
-            "it is a parameter that backward read while its unit was freed: a block has made a "
-            "loss in its forward that is no part of its output. Return it with the output, or keep "
-            "it on the block (self.aux_loss = ...)",
-        )
