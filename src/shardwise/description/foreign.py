@@ -262,10 +262,10 @@ def inputs_of_config(model: nn.Module, samples: int, sequence: int) -> Call | No
             features = make(samples, bins, frames, dtype=torch.float32)
             return Call((), {main: features, "labels": labels})
     if main not in ("input_ids", "pixel_values"):
-        labels = ",labels:int64[8,...]" if "labels" in signature(model.forward).parameters else ""
+        more = ",labels:int64[8,...]" if "labels" in signature(model.forward).parameters else ""
         raise UserError(
             f"{type(model).__name__} takes {main!r}, whose sizes neither its config nor a number "
-            f"of tokens says: give example inputs, as --inputs '{main}:float32[8,...]{labels}' or "
+            f"of tokens says: give example inputs, as --inputs '{main}:float32[8,...]{more}' or "
             "--inputs FILE.py:FUNCTION (in a program inputs=)"
         )
     given = {main: make(samples, sequence)}
