@@ -101,10 +101,12 @@ def _saving(engine: Engine) -> Any:
     """Save tensors so that a read in backward gathers the unit that they are of."""
     engine_of = weakref.ref(engine)
 
+    @torch_private.never_compiled
     def pack(tensor: torch.Tensor) -> Saved:
         # Detached: an output that its own node saves would keep that node for ever.
         return tensor.detach(), torch_private.writes_of(tensor), engine.owner_of(tensor)
 
+    @torch_private.never_compiled
     def unpack(saved: Saved) -> torch.Tensor:
         tensor, version, owner_of = saved
         engine, unit = engine_of(), owner_of() if owner_of is not None else None

@@ -213,6 +213,11 @@ class Engine:
         if any([unit.adopt_changes() or not unit.prepared for unit in others]):
             self._prepare()
         self._compare_values()
+        # What waits for more is laid out for those that were trained until now.
+        waiting = [unit for unit in self.units if unit.sums.wait_for_more and unit.trains_others]
+        if waiting:
+            self.schedule.complete(waiting)
+            self._hang_sums()
         # Parameters may be frozen or unfrozen since the last pass.
         if any([unit.adopt_requires_grad() for unit in self.units]):
             self._lay_out_gradients()
@@ -355,8 +360,11 @@ class Engine:
             order = self.agreement.settle(ran, unused, ready)
             if order is not None:
                 schedule.reduce_in(order)
+        self._hang_sums()
+
+    def _hang_sums(self) -> None:
         try:
-            complete = schedule.complete_units()
+            complete = self.schedule.complete_units()
             for unit in complete:
                 if unit.parameters.tied:
                     assert unit.gradients is not None

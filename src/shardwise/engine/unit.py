@@ -428,6 +428,11 @@ class Unit(ScheduledUnit):
                 return False
         return True
 
+    @property
+    def trains_others(self) -> bool:
+        """Other visible parameters are trainable now than were taken over."""
+        return self.trainable != tuple([each.requires_grad for each in self.parameters.visible])
+
     def adopt_requires_grad(self) -> bool:
         """Take over which visible parameters are trainable now; true if that changed."""
         p = self.parameters

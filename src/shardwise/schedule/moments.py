@@ -267,6 +267,12 @@ class Schedule(Generic[U]):
                 if frees and not unit.needed_on:
                     unit.free()
 
+    def complete(self, units: Sequence[U]) -> None:
+        """Sum over all ranks what earlier backwards of the step have left of these units."""
+        for unit in units:
+            self.reduces.reduce(unit, scatter=True, all_reduce=True)
+        self.reduces.finish()
+
     def complete_units(self) -> list[U]:
         """Units whose sums are those of the whole step; the next reduce opens another."""
         found = [unit for unit in self.reduce_order if unit.sums.complete]
