@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,7 @@ class Aside:
         elif not (self._looked or self._entered):
             self._looked = True
             self._keeps = self.was_missed = self._keeps_graphs()
+        if not self._entered:
             self._inputs = None
 
     def _parts(self) -> Iterator[nn.Module]:
@@ -75,12 +77,14 @@ class Aside:
         found = list(map(len, self._parts_hooks))
         if found != self._hooks:
             self._hooks = found
-            hooks = (hook for each in self._parts_hooks for hook in each.values())
-            self._hooked = any(not _is_ours(hook) for hook in hooks)
+            own, *inside = [list(each.values()) for each in self._parts_hooks]
+            own = list(takewhile(lambda hook: not _is_ours(hook), own))  # the rest run later
+            self._hooked = any(not _is_ours(hook) for hook in chain(own, *inside))
 
     def _keeps_graphs(self) -> bool:
         """Whether modules, or the lists that the caller gave, have got tensors with a graph."""
-        kept = [tensor for part in self._parts() for tensor in tensors_in(vars(part))]
+        values = [value for part in self._parts() for value in vars(part).values()]
+        kept = [tensor for value in values for tensor in _tensors_of(value)]
         kept += [tensor for tensor in tensors_in(self._inputs) if id(tensor) not in self._given]
         return any(tensor.grad_fn is not None for tensor in kept)
 
@@ -92,19 +96,30 @@ def _inside(module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Iterator
             yield from _inside(child, is_part)
 
 
+def _tensors_of(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
+    """Tensors in what hangs on a module, not deep: it may hold anything, itself too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | set | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(item, depth - 1)
+
+
 def _is_ours(hook: Any) -> bool:
     home = getattr(getattr(hook, "__func__", hook), "__module__", "")
-    return str(home).startswith("shardwise.engine")
+    return str(home).startswith("shardwise.")
 
 
 def _saving(engine: Engine) -> Any:
     """Save tensors so that a read in backward gathers the unit that they are of."""
-    engine_of = weakref.ref(engine)
+    engine_of = weakref.ref(engine)  # the graph keeps both functions
 
     @torch_private.never_compiled
     def pack(tensor: torch.Tensor) -> Saved:
         # Detached: an output that its own node saves would keep that node for ever.
-        return tensor.detach(), torch_private.writes_of(tensor), engine.owner_of(tensor)
+        engine = engine_of()
+        owner = engine.owner_of(tensor) if engine is not None else None
+        return tensor.detach(), torch_private.writes_of(tensor), owner
 
     @torch_private.never_compiled
     def unpack(saved: Saved) -> torch.Tensor:

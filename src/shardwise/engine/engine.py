@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.engine import checks, marks, static, torch_private
 from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
+from shardwise.engine.gradients import GradientsPast
 from shardwise.engine.hooks import Hold, Node
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
@@ -100,6 +101,8 @@ class Engine:
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
+        self._past = GradientsPast()
+        self._stepped_at = 0  # how many backwards had ended when an optimizer stepped
         self.stand_in: StandIn | None = None  # compiled graphs, where they run the model
         checks.mark(self)
         if not any(unit.parameters.master.is_meta for unit in units):
@@ -136,6 +139,19 @@ class Engine:
         message, self.interrupted = self.interrupted, None
         if message is not None:
             raise RuntimeError(message)
+
+    def check_reduced(self) -> None:
+        """Error if all gradients of a step came past the engine: each rank has its own."""
+        past, self._past.came = self._past.came, False
+        ran, self._stepped_at = self.backwards != self._stepped_at, self.backwards
+        if past and not ran:
+            model = self.structure.model()
+            raise RuntimeError(
+                f"gradients came to parameters of {type(model).__name__}, but not by its forward, "
+                "so they were not summed over the ranks, which would train apart. Call the model "
+                "itself, not its parts; or shard every part that is called by itself (a Plan for "
+                "each, or fully_shard)"
+            )
 
     def forget_interrupted(self) -> None:
         """A new step begins: what is left of one left early is a warning."""
@@ -440,6 +456,11 @@ class Engine:
                 engine.gradient_arrived(unit, shown)
 
         assert unit.gradients is not None
+        if unit.parameters.plain and self.mesh.ranks > 1:
+            for visible in unit.gradients.visible:
+                hooks = torch_private.accumulated_hooks(visible) or {}
+                if self._past not in hooks.values():
+                    visible.register_post_accumulate_grad_hook(self._past)
         for shown in unit.gradients.shown:
             if not shown.__dict__.get("_shardwise_counted"):
                 shown.__dict__["_shardwise_counted"] = True
