@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.description.recompute import run_again
 from shardwise.description.workload import Recomputing
-from shardwise.engine import gradients
+from shardwise.engine import gradients, uncaught
 from shardwise.engine.engine import engine_of
 from shardwise.schedule.unit import State
 from tests.parity.models import (
@@ -461,6 +464,61 @@ def test_a_gradient_penalty(two: Ranks, name: str) -> None:
     assert max(two.run(_penalised, name)) < BOUND
 
 
+def _left_by_transforms(name: str) -> list[tuple[str, ...]]:
+    """What stays gathered after transforms of torch.func whose gradients nobody goes through, and
+    what one through which a backward goes needs.
+    """
+    torch.manual_seed(0)
+    alone = nn.Sequential(*[Block(8, 16) for _ in range(3)], nn.Linear(8, 2))
+    model: Any = copy.deepcopy(alone)
+    if name == "drop-in":
+        for module in (*model[:3], model):
+            sw.fully_shard(module)
+    else:
+        sw.shard(model, sw.Plan.of(name, dist.get_world_size()))
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    left = []
+
+    def square(m: nn.Module, at: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = functional_call(m, {}, (at,))
+        return made.square().mean()
+
+    def note() -> None:
+        units = engine_of(model).units
+        left.append(tuple(u.name for u in units if u.state is not State.FREE and not u.is_root))
+
+    with torch.no_grad():
+        for transform in (grad, vjp_of_one, jacrev, lambda f: vmap(grad(f)), hessian):
+            at = x[:1] if transform is hessian else x
+            found, wanted = (transform(partial(square, m))(at) for m in (model, alone))
+            torch.testing.assert_close(found, wanted)
+            note()
+    found = grad(partial(square, model))(x)
+    del found
+    model(x)
+    note()
+    for m in (model, alone):
+        grad(partial(square, m))(x).square().sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        if q.grad is not None:
+            ranks = 1 if name == "drop-in" else dist.get_world_size()  # of the same batch
+            torch.testing.assert_close(p.grad.full_tensor(), ranks * q.grad)
+    note()
+    return left
+
+
+def vjp_of_one(function: Any) -> Any:
+    return lambda x: vjp(function, x)[1](torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("name", ("zero2", "zero3", "drop-in"))
+def test_transforms_leave_nothing_gathered(two: Ranks, name: str) -> None:
+    for left in two.run(_left_by_transforms, name):
+        if name == "zero2":  # one forward without a backward
+            left.pop(-2)
+        assert set(left) == {()}, left
+
+
 class Beside(nn.Module):
     """Keeps a loss of what is inside, and returns what its `head`, which then goes unused, makes of
     it: with a gradient or without.
@@ -507,6 +565,217 @@ def test_a_loss_that_is_kept_beside_the_output(two: Ranks, name: str, detached: 
     the root keeps for backward is there, though its output carries no gradient.
     """
     assert max(two.run(_beside, name, detached)) < BOUND
+
+
+class Aside(nn.Module):
+    """Makes a loss of its output and its own parameters, which is no part of what it returns."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.full((8,), 1.1))
+        self.head = nn.Linear(8, 2)
+        self.where = where
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        if self.where != "hook":
+            aside = self.head(torch.sin(out * self.scale)).square().mean()
+        if self.where == "list":
+            kept.append(aside)
+        elif self.where == "attribute":
+            self.loss = aside
+        return out
+
+
+class WithAsides(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Aside(where) for _ in range(3))
+        self.last = nn.Linear(8, 2)
+        self.kept: list[torch.Tensor] = []
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.kept)
+        return self.last(x)
+
+    def losses(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output's, and those that were kept."""
+        self.kept.clear()
+        made = self(x).square().mean()
+        if self.where == "attribute":
+            self.kept = [block.loss for block in self.blocks]  # type: ignore[misc]
+        aside, self.kept = torch.stack(self.kept).sum(), []
+        return made, aside
+
+
+def _keep_by_hooks(model: Any) -> None:
+    for block in model.blocks:
+        block.down.register_forward_hook(
+            lambda down, _, out, block=block: model.kept.append(
+                (out @ down.weight).square().mean() + (out * block.scale).sin().mean()
+            )
+        )
+
+
+def _asides(name: str, where: str, use: str) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = WithAsides(where), WithAsides(where)
+    if name == "drop-in":
+        for module in (*model.blocks, model):
+            sw.fully_shard(module)
+    else:
+        sw.shard(model, sw.Plan.of(name, mesh=world, average=True))
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+
+    def train(m: Any, x: torch.Tensor, share: int) -> None:
+        made, aside = (loss / share for loss in m.losses(x))
+        if use == "one after the other":
+            made.backward(retain_graph=True)
+            aside.backward()
+        else:
+            (made + aside if use == "together" else aside).backward()
+
+    for step, batch in enumerate(torch.randn(4, world, 4, 8, generator=_seeded(1))):
+        if where == "hook" and step == 1:  # hung after a first step
+            _keep_by_hooks(model)
+            _keep_by_hooks(alone)
+        if where == "hook" and step == 0:
+            model(batch[rank]).square().mean().backward()
+            for each in batch:
+                (alone(each).square().mean() / world).backward()
+        else:
+            train(model, batch[rank], 1)
+            for each in batch:
+                train(alone, each, world)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+        states = {u.name: u.state for u in engine_of(model).units if u.options.keep is not True}
+        # The first step shows where losses are kept: until the next one all stays.
+        assert step == 0 or name != "zero3" or set(states.values()) == {State.FREE}, states
+    return difference(sw.full_state_dict(model), alone.state_dict())
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("use", ("together", "alone", "one after the other"))
+@pytest.mark.parametrize("where", ("attribute", "list", "hook"))
+@pytest.mark.parametrize("name", ("ddp", "zero2", "zero3", "drop-in"))
+def test_a_loss_that_a_block_keeps_aside(two: Ranks, name: str, where: str, use: str) -> None:
+    """Backward reads parameters of a block before any gradient comes to what the block returned:
+    its unit is gathered then. (torch reads where no memory is.)
+    """
+    assert max(two.run(_asides, name, where, use)) < BOUND
+
+
+def _freed_reads() -> str:
+    """A loss that nobody can see, of a parameter that was read again behind its block's back."""
+    model = sw.shard(WithAsides("hook"), sw.Plan.of("zero3", mesh=dist.get_world_size()))
+    model(torch.ones(4, 8)).sum().backward()
+    block: Any = model.blocks[0]
+    kept: dict[str, torch.Tensor] = {}
+
+    class Hidden(nn.Module):
+        def forward(self, out: torch.Tensor) -> torch.Tensor:
+            kept["loss"] = (out * block.scale).sin().mean()
+            return out
+
+    forward = block.forward
+    block.forward = lambda x, kept: Hidden()(forward(x, kept))
+    model(torch.ones(4, 8))
+    try:
+        kept["loss"].backward()
+    except RuntimeError as error:
+        uncaught.explain(error)
+        return str(error)
+    return "no error"
+
+
+def test_a_read_of_freed_parameters_is_an_error(two: Ranks) -> None:
+    """Not the end of the process."""
+    for said in two.run(_freed_reads):
+        assert "shape [8]" in said and "keep it on the block" in said
+
+
+class Stepping(nn.Module):
+    """A block that moves its input against the gradient of an energy of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.rate = Block(8, 16), nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.energy(start).square().mean(), start)
+        return self.energy(x - self.rate * slope)
+
+
+class BackwardInside(nn.Module):
+    """Runs a backward in its forward, and goes on with its own parameters and its blocks'."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(Block(8, 16), Stepping(), Block(8, 16))
+        self.scale, self.head = nn.Parameter(torch.full((8,), 1.1)), nn.Linear(8, 2)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, share: int) -> torch.Tensor:
+        made: torch.Tensor = self.net(x) * self.scale
+        if self.kind == "cut":  # the head's part in pieces, as for a long sequence
+            cut = made.detach().requires_grad_()
+            for piece in cut.chunk(2):
+                (self.head(piece).square().sum() / share).backward()
+            assert cut.grad is not None
+            return (made * cut.grad).sum()
+        loss = self.head(made).square().mean() / share
+        if self.kind == "block":
+            return loss
+        loss.backward()
+        if self.kind == "ends":
+            return loss.detach()
+        return self.head(self.net(-x) * self.scale).square().mean() / share
+
+
+def _backward_inside(name: str, kind: str) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone, model = BackwardInside(kind), BackwardInside(kind)
+    if name == "drop-in":
+        for module in (*model.net, model):
+            sw.fully_shard(module)
+    else:
+        plan = sw.Plan.of(name, mesh=world, units=["net.*"], average=True)
+        sw.shard(model, plan)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    for batch in torch.randn(3, world, 4, 8, generator=_seeded(1)):
+        for m, rows, share in ((model, batch[rank : rank + 1], 1), (alone, batch, world)):
+            for each in rows:
+                loss = m(each, share)
+                if loss.requires_grad:
+                    loss.backward()
+        states = {u.name: u.state for u in engine_of(model).units if not u.is_root}
+        assert set(states.values()) == {State.FREE} or name in ("ddp", "zero1"), states
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    if kind == "block":
+        with torch.no_grad():
+            assert (model(batch[0], 1) - alone(batch[0], 1)).abs() < BOUND
+    return difference(sw.full_state_dict(model), alone.state_dict())
+
+
+@pytest.mark.parametrize("kind", ("ends", "goes on", "cut", "block"))
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3", "drop-in"))
+def test_a_backward_inside_of_a_forward(two: Ranks, name: str, kind: str) -> None:
+    """What runs meanwhile stays gathered, and in its place, until its forward has ended."""
+    assert max(two.run(_backward_inside, name, kind)) < BOUND
 
 
 def _thaw(name: str, by_torch: bool) -> float:

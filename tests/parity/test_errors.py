@@ -284,3 +284,31 @@ def _not_finite() -> None:
 
 def test_one_ranks_infinity_is_everybodys_error(two: Ranks) -> None:
     _raises(two, _not_finite, match="global gradient norm is (nan|inf)")
+
+
+def _call_parts(name: str, regularised: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"maker": nn.Linear(4, 4), "judge": nn.Linear(4, 1)})
+    if regularised:  # a loss of parameters alone is the same on every rank
+        model = nn.Sequential(*model.values())  # type: ignore[assignment]
+    sw.shard(model, sw.Plan.of(name, mesh=world, average=True))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.full((2, 4), float(rank))
+    for _ in range(2):
+        if regularised:
+            penalty = sum(p.square().sum() for p in model.parameters())
+            (model(x).square().sum() + penalty).backward()
+        else:
+            model["judge"](model["maker"](x)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def test_parts_of_a_replicated_model_that_are_called_by_themselves(two: Ranks) -> None:
+    """Their gradients are in no message: ranks would train apart in silence."""
+    two.run(_call_parts, "ddp", True)
+    with pytest.raises(RankError) as caught:
+        two.run(_call_parts, "ddp", False)
+    for error in caught.value.errors:
+        assert error is not None and "Call the model itself, not its parts" in error

@@ -4,6 +4,7 @@ sw.local's state dicts.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
+from shardwise.engine import uncaught
 from tests.parity.models import build, loss_sum, token_batch
 from tests.parity.oracle import difference
 from tests.ranks import Ranks
@@ -216,7 +218,7 @@ def test_local_and_plain_state_dicts_are_the_same(two: Ranks, name: str, kind: s
     two.run(_exchange_state, name, kind)
 
 
-def _clip(name: str, max_norm: float) -> None:
+def _clip(name: str, max_norm: float, norm_type: float = 2.0) -> None:
     """Case 26: the norm and the clipped gradients are one process's, and torch's own clipping
     agrees.
     """
@@ -226,8 +228,8 @@ def _clip(name: str, max_norm: float) -> None:
     for i in range(world):
         loss_sum(alone(token_batch(0, i)), token_batch(0, i)).backward()
     loss_sum(model(token_batch(0, rank)), token_batch(0, rank)).backward()
-    theirs = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
-    ours = sw.clip_grad_norm(model, max_norm)
+    theirs = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm, norm_type)
+    ours = sw.clip_grad_norm(model, max_norm, norm_type=norm_type)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     expected = {n: p.grad for n, p in alone.named_parameters()}
     for key, parameter in model.named_parameters():
@@ -242,3 +244,49 @@ def _clip(name: str, max_norm: float) -> None:
 @pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3", "hsdp"))
 def test_clipping_equals_one_process(four: Ranks, name: str, max_norm: float) -> None:
     four.run(_clip, name, max_norm)
+
+
+@pytest.mark.parametrize("norm_type", (1.0, 3.0, float("inf")))
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero3", "hsdp"))
+def test_clipping_by_other_norms(four: Ranks, name: str, norm_type: float) -> None:
+    """Some ranks have no rows of the smallest parameters, and so no largest element of them."""
+    four.run(_clip, name, 0.05, norm_type)
+
+
+def _clip_drop_in(norm_type: float, by_torch: bool) -> str | None:
+    """Parameters with rows on rank 0 only. torch's own clipping fails there, with what to do."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 2))
+    model = copy.deepcopy(alone)
+    for module in (*model, model):
+        sw.fully_shard(module)
+    for m in (alone, model):
+        m(torch.ones(2, 4)).square().sum().backward()
+    theirs = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1, norm_type)
+    if by_torch:
+        error: RuntimeError | None = None
+        for parameter in model.parameters():
+            try:
+                torch.linalg.vector_norm(parameter.grad.to_local(), norm_type)  # type: ignore[union-attr]
+            except RuntimeError as caught:
+                error = caught
+        if error is not None:
+            uncaught.explain(error)
+        return None if error is None else str(error)
+    torch.testing.assert_close(sw.clip_grad_norm(model, 0.1, norm_type=norm_type), theirs)
+    for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)  # type: ignore[union-attr]
+    return None
+
+
+def test_the_largest_element_where_a_rank_has_none(two: Ranks) -> None:
+    two.run(_clip_drop_in, float("inf"), False)
+    first, second = two.run(_clip_drop_in, float("inf"), True)
+    assert first is None and "shardwise.clip_grad_norm(model" in second
+
+
+def test_clipping_by_no_norm() -> None:
+    model = sw.shard(torch.nn.Linear(2, 2), sw.Plan.of("zero3", mesh=1))
+    for norm_type in (0.0, -1.0, float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match="norm_type"):
+            sw.clip_grad_norm(model, 1.0, norm_type=norm_type)

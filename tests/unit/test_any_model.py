@@ -262,6 +262,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
     "vit": {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8},
     "clip": {"vision_config": {**SMALL, "image_size": 32, "patch_size": 8}},
+    "whisper": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64,
+                "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
+                "decoder_ffn_dim": 64, "num_mel_bins": 8, "max_source_positions": 20,
+                "max_target_positions": 12, "pad_token_id": 0, "decoder_start_token_id": 1},
 }  # fmt: skip
 
 
@@ -291,6 +295,15 @@ def test_an_unknown_config_says_so(tmp_path: Path) -> None:
         wrong.write_text(text)
         with pytest.raises(UserError, match=words):
             as_source(f"hf:{wrong}", Workload(16, 2))
+
+
+def test_a_config_that_says_no_sizes_asks_for_inputs(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("transformers")
+    command = ["plan", "--model", "hf:wav2vec2", "--cluster", "cpu-gloo", "--world", "2"]
+    assert main([*command, "--tokens", "512", "--sequence", "64"]) != 0
+    said = capsys.readouterr().err
+    assert "Wav2Vec2Model takes 'input_values'" in said and "--inputs 'input_values:" in said
+    assert len(said.strip().splitlines()) == 1
 
 
 def test_versions_and_lists_are_for_people(capsys: Any) -> None:

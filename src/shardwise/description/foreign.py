@@ -7,10 +7,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -228,21 +230,44 @@ def count_values(model: nn.Module, name: str) -> int:
     return int(count) if known else 2
 
 
+def _frames(model: nn.Module) -> int | None:
+    """How many frames an encoder of spectrograms takes, where it takes one number of them."""
+    positions = getattr(getattr(model, "config", None), "max_source_positions", None)
+    encoder = getattr(getattr(model, "model", model), "encoder", None)
+    strides = [getattr(encoder, name, None) for name in ("conv1", "conv2")]
+    if positions is None or None in strides:
+        return None
+    return int(positions) * math.prod(conv.stride[0] for conv in strides if conv is not None)
+
+
 def inputs_of_config(model: nn.Module, samples: int, sequence: int) -> Call | None:
-    """What a model of Transformers is trained with, on the meta device: tokens or images, and
-    labels as its kind has them. None for another one.
+    """What a model of Transformers is trained with, on the meta device: tokens, images or a
+    spectrogram as Whisper's, and labels as its kind has them. None for another model.
     """
     import torch
 
     from shardwise.description.example import Call
 
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    if main not in ("input_ids", "pixel_values") or not hasattr(config, "model_type"):
+    if config is None or main is None or not hasattr(config, "model_type"):
         return None
 
     def make(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    if main == "input_features" and hasattr(config, "max_target_positions"):
+        bins, frames = getattr(config, "num_mel_bins", None), _frames(model)
+        if bins and frames:
+            labels = make(samples, min(sequence, config.max_target_positions))
+            features = make(samples, bins, frames, dtype=torch.float32)
+            return Call((), {main: features, "labels": labels})
+    if main not in ("input_ids", "pixel_values"):
+        more = ",labels:int64[8,...]" if "labels" in signature(model.forward).parameters else ""
+        raise UserError(
+            f"{type(model).__name__} takes {main!r}, whose sizes neither its config nor a number "
+            f"of tokens says: give example inputs, as --inputs '{main}:float32[8,...]{more}' or "
+            "--inputs FILE.py:FUNCTION (in a program inputs=)"
+        )
     given = {main: make(samples, sequence)}
     if main == "pixel_values":
         seen = getattr(config, "vision_config", config)  # CLIP's kind has one for each side

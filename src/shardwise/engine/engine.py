@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +18,14 @@ from torch import nn
 from shardwise.engine import checks, marks, static, torch_private
 from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
+from shardwise.engine.gradients import GradientsPast
 from shardwise.engine.hooks import Hold, Node
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.unit import Unit
 from shardwise.planning.plan import Plan
 from shardwise.schedule.moments import Schedule
 from shardwise.schedule.policy import Policy
+from shardwise.schedule.unit import State
 from shardwise.watch import rank as watched
 from shardwise.watch.page import BACKWARD, FORWARD
 
@@ -92,11 +95,14 @@ class Engine:
         # The node whose forward is the outermost now; None between forwards.
         self.forward_root: Node | None = None
         self.hold: Hold | None = None  # of the forward that runs
-        self._held: weakref.WeakSet[Hold] = weakref.WeakSet()  # of forwards that have a graph
+        self._held: weakref.WeakSet[Hold] = weakref.WeakSet()  # of forwards whose graph is there
+        self.ran_backward = False  # inside of the forward that runs
         self.failed = False  # a forward of this step ended in an exception
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
+        self._past = GradientsPast()
+        self._stepped_at = 0  # how many backwards had ended when an optimizer stepped
         self.stand_in: StandIn | None = None  # compiled graphs, where they run the model
         checks.mark(self)
         if not any(unit.parameters.master.is_meta for unit in units):
@@ -133,6 +139,19 @@ class Engine:
         message, self.interrupted = self.interrupted, None
         if message is not None:
             raise RuntimeError(message)
+
+    def check_reduced(self) -> None:
+        """Error if all gradients of a step came past the engine: each rank has its own."""
+        past, self._past.came = self._past.came, False
+        ran, self._stepped_at = self.backwards != self._stepped_at, self.backwards
+        if past and not ran:
+            model = self.structure.model()
+            raise RuntimeError(
+                f"gradients came to parameters of {type(model).__name__}, but not by its forward, "
+                "so they were not summed over the ranks, which would train apart. Call the model "
+                "itself, not its parts; or shard every part that is called by itself (a Plan for "
+                "each, or fully_shard)"
+            )
 
     def forget_interrupted(self) -> None:
         """A new step begins: what is left of one left early is a warning."""
@@ -174,10 +193,19 @@ class Engine:
         self.failed = False
         if self.schedule.current.in_backward:
             self._abandon_backward()
+        # Ranks gather together, so they do alike whatever is left of a graph on each.
+        kept = self.schedule.keeps_graph
+        if kept and not any(self.mesh.shard.exchange(bool(len(self._held)))):
+            self.schedule.forget_graph()
         if self.schedule.first_micro:
             self.structure.check(self.policy.may_grow)
             self._begin_step(node)
         self.schedule.forward_order.begin()
+        self.ran_backward = False
+        self._make_hold()
+
+    def _make_hold(self) -> None:
+        """Of the graph that is made from now on."""
         self.hold = Hold(self)
         self._held.add(self.hold)
 
@@ -201,6 +229,11 @@ class Engine:
         if any([unit.adopt_changes() or not unit.prepared for unit in others]):
             self._prepare()
         self._compare_values()
+        # What waits for more is laid out for those that were trained until now.
+        waiting = [unit for unit in self.units if unit.sums.wait_for_more and unit.trains_others]
+        if waiting:
+            self.schedule.complete(waiting)
+            self._hang_sums()
         # Parameters may be frozen or unfrozen since the last pass.
         if any([unit.adopt_requires_grad() for unit in self.units]):
             self._lay_out_gradients()
@@ -262,8 +295,28 @@ class Engine:
             watched.on.page.enter(BACKWARD, unit.name, self.mesh.shard.runs)
         self.schedule.before_backward(unit)
 
-    def open_backward(self) -> None:
-        if self.schedule.open_backward(makes_graph=torch.is_grad_enabled()):
+    def bring_in_backward(self, unit: Unit) -> None:
+        """Backward reads a parameter of the unit, whether or not it came by an output."""
+        if unit.state is not State.READY:
+            self.open_backward()
+            self.before_backward(unit)
+
+    def owner_of(self, tensor: torch.Tensor) -> weakref.ref[Unit] | None:
+        """The unit of a shown parameter, or of a view of one; None for any other tensor."""
+        base = torch_private.base_of(tensor)
+        full: bool = getattr(base, "_shardwise_full", False)
+        return self._owners.get(base._shardwise_moved) if full else None  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, weakref.ref[Unit]]:
+        """By the names of their parameters."""
+        units = [(unit, weakref.ref(unit)) for unit in self.units]
+        return {member.name: of for unit, of in units for member in unit.parameters.members}
+
+    def open_backward(self, makes_graph: bool | None = None) -> None:
+        """`makes_graph`: another backward may go through this one."""
+        makes = torch.is_grad_enabled() if makes_graph is None else makes_graph
+        if self.schedule.open_backward(makes):
             torch_private.call_after_backward(self.end_backward)
 
     def gradient_arrived(self, unit: Unit, shown: torch.Tensor) -> None:
@@ -306,6 +359,9 @@ class Engine:
         if marks.on is not None:
             marks.on.turn("", "optimizer")
         schedule.close_backward()
+        if self.forward_root is not None:
+            self.ran_backward = True
+            self._make_hold()
 
     def end_step(self, ran: bool) -> None:
         """The sums are complete: hang them on the parameters."""
@@ -320,8 +376,11 @@ class Engine:
             order = self.agreement.settle(ran, unused, ready)
             if order is not None:
                 schedule.reduce_in(order)
+        self._hang_sums()
+
+    def _hang_sums(self) -> None:
         try:
-            complete = schedule.complete_units()
+            complete = self.schedule.complete_units()
             for unit in complete:
                 if unit.parameters.tied:
                     assert unit.gradients is not None
@@ -397,6 +456,11 @@ class Engine:
                 engine.gradient_arrived(unit, shown)
 
         assert unit.gradients is not None
+        if unit.parameters.plain and self.mesh.ranks > 1:
+            for visible in unit.gradients.visible:
+                hooks = torch_private.accumulated_hooks(visible) or {}
+                if self._past not in hooks.values():
+                    visible.register_post_accumulate_grad_hook(self._past)
         for shown in unit.gradients.shown:
             if not shown.__dict__.get("_shardwise_counted"):
                 shown.__dict__["_shardwise_counted"] = True

@@ -205,6 +205,9 @@ class TensorExecutor:
             p.buffer.allocate()
             if unpack is not None:
                 unpack()
+        if unit.freed_at is not None:
+            torch_private.set_writes(p.shown[0], unit.freed_at)
+            unit.freed_at = None
         unit.arriving = DONE, None
         if isinstance(p, ExtendedParameters) and unit.places[0][2] is not p.shown[0]:
             unit.take_over(p.shown[0])
@@ -219,7 +222,13 @@ class TensorExecutor:
             places[key] = visible
 
     def free(self, unit: Unit) -> None:
-        unit.parameters.buffer.release()
+        p = unit.parameters
+        p.buffer.release()
+        if not p.buffer.allocated and unit.freed_at is None:
+            # All shown parameters have one counter. A backward that reads them while they are freed
+            # ends in torch's error about it: torch would read where no memory is.
+            unit.freed_at = torch_private.writes_of(p.shown[0])
+            torch_private.set_writes(p.shown[0], unit.freed_at + 1)
 
     def shrink(self, unit: Unit) -> None:
         assert unit.kept_piece is not None

@@ -26,6 +26,18 @@ PLACED_FROM_BYTES = 2**15
 _PRESENTS = 64  # which of its parameters a rank lacked: so many answers are kept
 
 
+class GradientsPast:
+    """A hook on a parameter that replicas keep whole and plain. Autograd comes to it only where a
+    program computes with it outside of the model's forward, and no message is made of that.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.came = True
+
+
 class Gradients:
     """The gradients of one unit's trainable parameters.
 
@@ -254,6 +266,8 @@ class Gradients:
             self._hang(i)
             hooks = torch_private.accumulated_hooks(parameter)
             for hook in hooks.values() if hooks else ():
+                if type(hook) is GradientsPast:
+                    continue
                 hook(parameter)
         self._absent = frozenset(absent)
 

@@ -4,22 +4,21 @@ optimizers tell the engine.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine import marks, static, torch_private
+from shardwise.engine.aside import Aside
 from shardwise.engine.checks import explain
 from shardwise.engine.unit import Unit
+from shardwise.engine.values import PLAIN, cast_to, leaves, tensors_in, transform
 from shardwise.schedule.unit import State
 
 if TYPE_CHECKING:
@@ -50,6 +49,7 @@ class Node:
         self._runs = 0  # forwards of the module that are under way
         # While its forward runs: inputs that carry a gradient, and what made them.
         self._entered: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self.aside = Aside(module, is_part=lambda child: node_of(child) is None)
         if any(unit.options.compute_dtype is not None for unit in units):
             _let_norms_compute_as_their_statistics(module)
         self.hang()
@@ -96,6 +96,7 @@ class Node:
             output = function(*args, **kwargs)
         except BaseException:
             self._entered = {}
+            self.aside.end()
             self._leave()
             raise
         return self.after(self.module, args, output)
@@ -120,6 +121,7 @@ class Node:
             self._note_inputs(args, kwargs)
             if self.tracks_inputs:
                 self._watch_inputs(args, kwargs)
+            self.aside.begin(self.engine, (args, kwargs))
         if marks.on is not None:
             marks.on.enter(
                 self._unit_name, "backward" if torch_private.inside_backward() else "forward"
@@ -212,6 +214,7 @@ class Node:
         """After forward: watch the outputs for backward's arrival; let the units go."""
         if marks.on is not None:
             marks.on.leave()
+        self.aside.end()
         if self.output_dtype is not None:
             output = cast_to(output, self.output_dtype)
         watched = (
@@ -237,6 +240,7 @@ class Node:
         recomputes = torch_private.inside_backward()
         self._leave()
         for unit in self.units:
+            unit.needed_on |= self.aside.was_missed
             ran = engine.schedule.current.of[unit].ran
             ran.add(id(self))
             # An outer module of the unit may still read parameters of its own.
@@ -248,7 +252,7 @@ class Node:
             if not awaits_backward:
                 self._check_output(output)
             # A loss may be kept beside the output: what backward needs of the root stays for it.
-            engine.end_forward(awaits_backward or self._trains)
+            engine.end_forward(awaits_backward or (self._trains and not engine.ran_backward))
 
     def _announce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Watch an output for which a transform of torch.func does not say whether a gradient will
@@ -266,7 +270,7 @@ class Node:
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
         # What could hide a tensor from `tensors_in`.
-        hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, _PLAIN))
+        hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, PLAIN))
         opaque = next(hidden, None) if self._trains else None
         if opaque is not None and self.engine.schedule.reduce_order:
             raise RuntimeError(
@@ -282,6 +286,7 @@ class Node:
         if error is None:
             return
         self._entered = {}
+        self.aside.end()
         self._leave()
         recomputes = torch_private.inside_backward()
         # While a graph is recorded no event may be waited for; who records it puts all back.
@@ -296,10 +301,10 @@ class Node:
         )
 
     @torch_private.outside_transforms
-    def before_backward(self) -> None:
+    def before_backward(self, makes_graph: bool | None) -> None:
         """The gradient of an output of this module is complete."""
         engine = self.engine
-        engine.open_backward()
+        engine.open_backward(makes_graph)
         if marks.on is not None:
             marks.on.turn(self._unit_name, "backward")
         for unit in self.units:
@@ -389,6 +394,7 @@ class Watch:
 
     def __init__(self, hold: Hold | None, producer: weakref.ref[Node] | None) -> None:
         self.hold, self.producer = hold, producer
+        self.makes_graph = torch_private.transforms_go_on()
         self.consumers: list[tuple[weakref.ref[Node], weakref.ref[Unit]]] = []
 
     def __call__(self, gradient: Any) -> None:
@@ -398,7 +404,7 @@ class Watch:
                 node.input_done(unit)
         node = self.producer() if self.producer is not None else None
         if node is not None:
-            node.before_backward()
+            node.before_backward(self.makes_graph)
         if self.hold is not None:  # what the running backward needs is kept by its end's callback
             self.hold.engine = None
 
@@ -427,72 +433,3 @@ def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list
     # Before all others.
     torch_private.step_hooks_of_all()[0].move_to_end(first.id, last=False)
     return [first, torch_optimizer.register_optimizer_step_post_hook(Watcher(after))]
-
-
-_PLAIN = (
-    torch.Tensor, str, bytes, int, float, complex, type(None), numpy.ndarray, numpy.generic
-)  # fmt: skip
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Everything in `value` that is no tuple, list, set, mapping or dataclass."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name))
-    else:
-        yield value
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`."""
-    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def cast_to(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in `dtype`; the same object if none changes."""
-    return transform(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def transform(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor that `tensors_in` finds replaced by `change(tensor)`, in its order;
-    containers are copied only where something changed, with all else that they hold.
-    """
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, list | tuple | set):
-        items = [transform(item, change) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        if isinstance(value, list):
-            twin: Any = copy.copy(value)
-            twin[:] = items
-            return twin
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        pairs = {key: transform(item, change) for key, item in value.items()}
-        if all(pairs[key] is value[key] for key in pairs):
-            return value
-        if not isinstance(value, MutableMapping):
-            return type(value)(pairs)  # type: ignore[call-arg]
-        twin = copy.copy(value)  # a class may take other arguments, as defaultdict does
-        for key, item in pairs.items():
-            twin[key] = item
-        return twin
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        changed = {name: transform(getattr(value, name), change) for name in names}
-        if all(changed[name] is getattr(value, name) for name in names):
-            return value
-        twin = copy.copy(value)
-        for name, item in changed.items():
-            object.__setattr__(twin, name, item)  # a frozen one too
-        return twin
-    return value

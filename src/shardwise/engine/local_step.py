@@ -65,6 +65,7 @@ def _before_step(
     engines = known.find_engines(optimizer)
     for engine in engines:
         engine.check_interrupted()
+        engine.check_reduced()
     if static.on is not None:
         static.on.meet_optimizer(optimizer)
     if not engines:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import processor
-from shardwise.engine import process
+from shardwise.engine import process, uncaught
 from shardwise.engine.collectives import Group, PerWorld
 from shardwise.engine.torch_private import (
     DTensorSpec,
@@ -199,6 +199,7 @@ def watch_ranks() -> None:
         dist.get_world_size(),
         store,
         lambda: dist.is_initialized() and dist.group.WORLD is reference(),
+        uncaught.explain,
     )
 
 

@@ -157,6 +157,7 @@ foreach_norm = torch._foreach_norm
 # cannot be made or seen: `named_parameters` skips what it has met.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
@@ -219,6 +220,21 @@ def inside_transform() -> bool:
     not train under one.
     """
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def transforms_go_on() -> bool | None:
+    """In a forward under a transform of torch.func: whether a backward may go through the one that
+    the innermost will run. None: torch itself knows. Without the names it may always: each runs so
+    that one could, and all would stay gathered for one that never comes.
+    """
+    if not inside_transform():
+        return None
+    functorch: Any = torch._C._functorch
+    levels = functorch.get_interpreter_stack()
+    grads = [level for level in levels if level.key() == functorch.TransformType.Grad]
+    if len(grads) != 1:
+        return True if grads else None
+    return bool(functorch.CGradInterpreterPtr(grads[0]).prevGradMode())
 
 
 def outside_transforms(function: Call) -> Call:
@@ -285,6 +301,22 @@ def inside_backward() -> bool:
     return backward_pass() != -1
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which this one is a view, or itself. A product saves a weight as its transpose,
+    and without the name nobody knows whose it is.
+    """
+    return tensor if tensor._base is None else tensor._base
+
+
+def saves_by_itself() -> bool:
+    """Whether autograd saves tensors as they are: nobody's hooks are there, and they may be.
+    Without the names ours would take the place of a checkpoint's, or of an offload's.
+    """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def made_by(view: torch.Tensor) -> Any:
     """The autograd node that made the tensor of which `view` is a view; None for no view. A view
     that is changed in place leaves the graph with its hooks; that node stays in it.
@@ -334,6 +366,13 @@ local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor
 
 # How often a tensor was written: what tells gathered parameters that went stale.
 writes_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+def set_writes(tensor: torch.Tensor, writes: int) -> None:
+    """Let autograd count so many writes to a tensor and its views. Without it a backward that comes
+    to freed parameters by a way that nobody watches reads where no memory is.
+    """
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (writes,))
 
 
 def count_writes(master: torch.Tensor, visible: Sequence[torch.Tensor]) -> int:

@@ -284,6 +284,7 @@ class Unit(ScheduledUnit):
         self.trainable: tuple[bool, ...] = ()
         self.touched = False  # shown since nothing waited for a backward: autograd may have views
 
+        self.freed_at: int | None = None  # how often the full parameters had been written by then
         self.discards = False  # a gather under way is waited for in order to be freed
         # Frozen weights in its modules, and trained parameters of other units.
         self.leads_to_others = False
@@ -326,6 +327,7 @@ class Unit(ScheduledUnit):
         self.aliased = p.aliased
         self.state = State.READY if p.aliased else State.FREE
         self.stale = self.piece = False
+        self.freed_at = None
         self.gathered_version = -1
         self.trainable = ()
         self.prepared = True
@@ -425,6 +427,11 @@ class Unit(ScheduledUnit):
             if own.get(key) is not visible or not memory.stands(visible):
                 return False
         return True
+
+    @property
+    def trains_others(self) -> bool:
+        """Other visible parameters are trainable now than were taken over."""
+        return self.trainable != tuple([each.requires_grad for each in self.parameters.visible])
 
     def adopt_requires_grad(self) -> bool:
         """Take over which visible parameters are trainable now; true if that changed."""

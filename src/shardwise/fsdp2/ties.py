@@ -26,10 +26,12 @@ class Home:
     knows it.
     """
 
-    def __init__(self, sharding: Sharding, member: Member) -> None:
+    def __init__(self, sharding: Sharding, member: Member, visible: nn.Parameter) -> None:
         self.sharding, self.member = weakref.ref(sharding), member
-        member.original.__dict__["_shardwise_home"] = self
-        self.elsewhere: Places = []  # places outside the call's modules
+        # A call for another module meets the one in a tie, the other in a module that both share.
+        for parameter in (member.original, visible):
+            parameter.__dict__["_shardwise_home"] = self
+        self.elsewhere: Places = []  # places in modules of other calls
 
     def tie(self, places: Places) -> None:
         """Hang the sharded parameter in these places too; a group to come will cover them."""
@@ -49,7 +51,7 @@ class Home:
         sharding.homes.remove(self)
         if rest:
             sharding.units.append(Unit(unit.name, unit.modules, rest, unit.mesh, unit.options))
-        return replace(mine, places=[*mine.places, *self.elsewhere])
+        return replace(mine, places=list(dict.fromkeys([*mine.places, *self.elsewhere])))
 
     def check(self) -> None:
         """Error, as torch's, for a weight that no group covers."""

@@ -94,7 +94,12 @@ def fully_shard(
         divide(unit, own_groups.ranks)
         units.append(unit)
     sharding = Sharding(modules, units, groups, mp_policy, reshard_after_forward is None)
-    sharding.homes = [ties.Home(sharding, m) for unit in units for m in unit.parameters.members]
+    kept = [(unit.parameters.members, unit.parameters.visible) for unit in units]
+    sharding.homes = [
+        ties.Home(sharding, member, visible)
+        for members, seen in kept
+        for member, visible in zip(members, seen, strict=True)
+    ]
     for each in modules:
         become_sharded(each)
     return module

@@ -124,6 +124,7 @@ class Schedule(Generic[U]):
         """A step begins: what is gathered of the last one is stale."""
         for unit in units:
             unit.stale = unit.state is not State.FREE and not unit.aliased
+            unit.needed_on = False
             unit.forget_piece()
 
     def before_forward(self, unit: U, recomputes: bool = False) -> None:
@@ -147,8 +148,8 @@ class Schedule(Generic[U]):
 
     def after_forward(self, unit: U) -> None:
         """Hide the unit, and free it unless it is kept."""
-        keep = unit.options.keep
-        if not self.policy.frees_in_pass or keep is True or self.keeps_graph:
+        keep, needed = unit.options.keep, unit.needed_on or self.keeps_graph
+        if not self.policy.frees_in_pass or keep is True or needed:
             if not unit.options.stays_shown:
                 unit.hide()
         elif keep is False:
@@ -194,7 +195,8 @@ class Schedule(Generic[U]):
 
     def after_backward(self, unit: U) -> None:
         """Free the unit and reduce its gradients, in the order the ranks agreed on."""
-        frees = self.policy.frees_in_pass and unit.frees_early and not self.keeps_graph
+        frees = self.policy.frees_in_pass and unit.frees_early
+        frees = frees and not (unit.needed_on or unit.running or self.keeps_graph)
         if frees and not unit.options.keep_after_backward:
             unit.free()
         now = self.current
@@ -247,14 +249,29 @@ class Schedule(Generic[U]):
         """Give back what only backward needed."""
         self.keeps_graph = self.current.makes_graph
         self.current = Pass(self.units)
+        self._give_back()
+
+    def forget_graph(self) -> None:
+        """No backward will come through the graph that one has made of itself."""
+        self.keeps_graph = False
+        self._give_back()
+
+    def _give_back(self) -> None:
         frees = self.policy.frees_in_pass or (self.policy.frees_after_step and self.last_micro)
         frees = frees and not self.keeps_graph
         for unit in self.units:
             unit.forget_piece()
-            if not unit.options.keep_after_backward:
+            # A backward inside of a forward leaves the modules that run as they are.
+            if not (unit.options.keep_after_backward or unit.running):
                 unit.hide()
-                if frees:
+                if frees and not unit.needed_on:
                     unit.free()
+
+    def complete(self, units: Sequence[U]) -> None:
+        """Sum over all ranks what earlier backwards of the step have left of these units."""
+        for unit in units:
+            self.reduces.reduce(unit, scatter=True, all_reduce=True)
+        self.reduces.finish()
 
     def complete_units(self) -> list[U]:
         """Units whose sums are those of the whole step; the next reduce opens another."""

@@ -63,6 +63,7 @@ class ScheduledUnit:
         self.stale = False  # full is older than master: from an optimizer step to the next gather
         self.is_shown = False
         self.running = 0  # forwards of its modules that are under way
+        self.needed_on = False  # a backward that nobody sees may come to it until the step is over
         self.piece = False  # 1/k of it is kept, and backward gathers that
         self.sums = StepSums()
 

@@ -43,8 +43,15 @@ _paused = False
 class Watch:
     """This rank's watcher, while its world stands."""
 
-    def __init__(self, rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None:
-        self._pid, self._stands = os.getpid(), stands
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        store: Any,
+        stands: Callable[[], bool],
+        explain: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._pid, self._stands, self._explain = os.getpid(), stands, explain
         self._verdict, self._hub_known = threading.Event(), threading.Event()
         self.complete = threading.Event()  # the watchers of all ranks have met
         self._speaks = False  # the watcher leaves it to this rank to say what it raised
@@ -118,6 +125,8 @@ class Watch:
         """Uncaught: the watcher tells it, with what other ranks say, in one message. Without an
         answer, or with a hook of the program's own, it is told here as ever.
         """
+        if self._explain is not None:
+            self._explain(error)
         # torch's own hook prints as Python's does, with the rank before each line.
         silent = self._outer_hook.__module__ in ("sys", "torch.distributed.distributed_c10d")
         if not (self.raised(error, trace) and silent):
@@ -204,8 +213,16 @@ class _Units(page.Units):
             watch._tell(unit=[number, name])
 
 
-def begin(rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None:
-    """Start watching this world, once. `stands` tells whether this process is still in it."""
+def begin(
+    rank: int,
+    world: int,
+    store: Any,
+    stands: Callable[[], bool],
+    explain: Callable[[BaseException], None] | None = None,
+) -> None:
+    """Start watching this world, once. `stands` tells whether this process is still in it,
+    `explain` adds to an error that ends it what its message does not say.
+    """
     global on
     if _paused or (on is not None and on._stands()):
         return
@@ -214,7 +231,7 @@ def begin(rank: int, world: int, store: Any, stands: Callable[[], bool]) -> None
         on = None
     if os.environ.get(OFF) != "0":
         try:
-            on = Watch(rank, world, store, stands)
+            on = Watch(rank, world, store, stands, explain)
         except OSError as error:
             print(f"shardwise: ranks are not watched: {error}", file=sys.stderr)
 

@@ -142,3 +142,30 @@ def several_forwards(api: Api, apart: bool, reshard: bool) -> None:
             opt.step()
             opt.zero_grad()
     assert_same_parameters(model, alone)
+
+
+@case(2, frozen_at=(0, 1), reshard=(True, False))
+def accumulation_while_parameters_are_frozen_and_thawed(
+    api: Api, frozen_at: int, reshard: bool
+) -> None:
+    """What waits for the step's last backward is that of the parameters trained until then."""
+    alone, model = twins(Stack)
+    wrap(api, model, mesh=line(), reshard_after_forward=reshard)
+    rank, world, micro = dist.get_rank(), dist.get_world_size(), 3
+    opts = optimizers_of("adamw", model, alone)
+    for step in range(3):
+        batches = [batch(step, i) for i in range(micro * world)]
+        for index in range(micro):
+            model.set_requires_gradient_sync(index == micro - 1)
+            mine = [batches[r * micro + index] for r in range(world)]
+            average_backward(alone, mine, share=world)
+            square_loss(model, mine[rank]).backward()
+            if index == frozen_at:
+                for made in (model, alone):
+                    made.layers[0].requires_grad_(step % 2 == 1)
+                    made.layers[1].up.weight.requires_grad_(step % 2 == 1)
+        assert_same_gradients(model, alone)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    assert_same_parameters(model, alone)

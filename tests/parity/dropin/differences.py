@@ -149,6 +149,46 @@ def ties_across_groups_are_refused(api: Api) -> None:
         model(batch(0, 0))
 
 
+class Sharing(nn.Module):
+    """Two blocks have the same module, and a list of parameters of the model's."""
+
+    def __init__(self, shared: nn.Linear, offsets: nn.ParameterList, at: int) -> None:
+        super().__init__()
+        self.own, self.shared, self.offsets, self.at = nn.Linear(WIDTH, WIDTH), shared, offsets, at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(torch.tanh(self.own(x))) + self.offsets[self.at]
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.offsets = nn.ParameterList(torch.full((WIDTH,), 0.1) for _ in range(2))
+        self.blocks = nn.ModuleList(Sharing(shared, self.offsets, at) for at in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@case(2, engines=OURS)
+def a_module_that_two_groups_share(api: Api) -> None:
+    """torch takes its sharded parameters for those of another mesh, and fails in words of its own;
+    here they go to the lowest group that covers all who have it, as tied weights do.
+    """
+    alone, model = twins(Shared)
+    for part in (*model.blocks, model):
+        api.fully_shard(part, mesh=line())
+    assert_trains_alike(model, alone)
+    _, apart = twins(Shared)
+    for part in apart.blocks:
+        api.fully_shard(part, mesh=line())
+    with raises(ValueError, "no call of fully_shard covers all modules"):
+        apart(batch(0, 0))
+
+
 class Viewed(nn.Module):
     """Its block returns a view, which the caller changes in place."""
 
