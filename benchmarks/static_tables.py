@@ -24,7 +24,7 @@ CANDIDATES = {
 def make_static(result: Result) -> list[str]:
     """Each candidate's step and memory; ratios are over fully_shard's, eager and captured."""
     heads = ["case", "candidate", "ms", "device", "host", "/ eager", "/ captured", "allocated GiB",
-             "reserved", "/ `fully_shard`'s", "/ allocated"]  # fmt: skip
+             "reserved", "/ `fully_shard`'s", "/ allocated", "reserved at the end"]  # fmt: skip
     lines = []
     for row in result["rows"]:
         if "failure" in row:
@@ -57,10 +57,11 @@ def _times(sides: Result, name: str) -> list[str]:
 def _memory(alone: Result, name: str) -> list[str]:
     found, theirs = alone.get(name, {}), alone.get("theirs", {})
     if "reserved" not in found:
-        return [found.get("failure", ""), "", "", ""]
+        return [found.get("failure", ""), "", "", "", ""]
     over = f"{found['reserved'] / theirs['reserved']:.2f}" if "reserved" in theirs else ""
-    allocated, reserved = (f"{found[kind] / GIB:.2f}" for kind in ("allocated", "reserved"))
-    return [allocated, reserved, over, f"{found['reserved'] / found['allocated']:.2f}"]
+    kinds = ("allocated", "reserved", "reserved_at_the_end")
+    allocated, reserved, end = (f"{found[kind] / GIB:.2f}" for kind in kinds)
+    return [allocated, reserved, over, f"{found['reserved'] / found['allocated']:.2f}", end]
 
 
 def make_soak(result: Result) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,15 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def _join(world: int, port: int) -> bool:
-    """Leave the group, and join one of this size, if this rank is in it."""
+def _join(world: int, meeting: str) -> bool:
+    """Leave the group, and join one of this size, if this rank is in it, over the file `meeting`: a
+    port that was free may be somebody else's by now.
+    """
     rank = int(os.environ["POOL_RANK"])
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank < world:
-        where = f"tcp://127.0.0.1:{port}"
+        where = f"file://{meeting}"
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
     return rank < world
 
@@ -89,11 +90,11 @@ def _build(name: str, world: int, seed: int, number: int) -> tuple[nn.Module, An
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _save_all(root: str, ports: list[int]) -> None:
+def _save_all(root: str) -> None:
     """Every layout trains and saves; rank 0 keeps the whole state beside."""
     os.environ["POOL_RANK"] = str(dist.get_rank())
     for number, (name, world) in enumerate(LAYOUTS):
-        if _join(world, ports[number]):
+        if _join(world, f"{root}/saves-{number}"):
             for kind in (number // 2 % 2,):  # of dtype and optimizer
                 model, optimizer = _build(name, world, 0, number + 2 * kind)
                 for step in range(2):
@@ -117,11 +118,11 @@ def _whole(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _load_all(root: str, ports: list[int]) -> int:
+def _load_all(root: str) -> int:
     """Every layout loads every second one's checkpoint, over values that are not its own."""
     pairs = 0
     for number, (name, world) in enumerate(LAYOUTS):
-        if not _join(world, ports[number]):
+        if not _join(world, f"{root}/loads-{number}"):
             continue
         built = {}
         for source in range(number % 2, len(LAYOUTS), 2):
@@ -161,24 +162,14 @@ def _check_rows(model: nn.Module, optimizer: Any, whole: dict[str, torch.Tensor]
     assert seen == whole.keys()
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def test_real_worlds_load_what_others_saved(tmp_path: Path) -> None:
     """41 pairs of layouts on 1 to 4 ranks, trained. Of a 0-d parameter rank 0's copy is the one
     that counts, for a checkpoint as for forward.
     """
     ranks = Ranks(4)
     try:
-        ranks.run(_save_all, str(tmp_path), _free_ports(len(LAYOUTS)), timeout=240)
-        pairs = ranks.run(_load_all, str(tmp_path), _free_ports(len(LAYOUTS)), timeout=240)
+        ranks.run(_save_all, str(tmp_path), timeout=240)
+        pairs = ranks.run(_load_all, str(tmp_path), timeout=240)
     finally:
         ranks.stop()
     assert pairs[0] >= 40

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from shardwise.engine import torch_private
-from shardwise.engine.values import tensors_in
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -27,44 +26,49 @@ Saved = tuple[torch.Tensor, int, "weakref.ref[Unit] | None"]  # a tensor, its ve
 
 
 class Aside:
-    """One module with units, and those inside it that belong to no other."""
+    """One module with units, and those inside it that belong to no other.
+
+    `is_idle`: nothing is to be done for its forwards, as long as `hooks`, the dicts of forward
+    hooks inside, have the sizes in `seen`.
+    """
 
     def __init__(self, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> None:
         self.module = weakref.ref(module)
         self._is_part = is_part
+        self.is_idle = False
+        self.hooks: list[dict[int, Callable[..., Any]]] = []
+        self.seen: list[int] = []
         self._hooked = False  # others have hung forward hooks inside
-        self._hooks: list[int] | None = None  # how many hang where
         self._keeps = False  # a forward has left a tensor with a graph on a module
         self._looked = False
         self._inputs: Any = None  # of the forward that is looked at, with the tensors in them
         self._given: set[int] = set()
         self.was_missed = False  # the last forward did, and its parameters were saved as ever
-        self._entered: list[Any] = []  # for each forward under way: what saves
+        self.entered: list[Any] = []  # for each forward under way: what saves
 
     def begin(self, engine: Engine, inputs: Any) -> None:
         """A forward with gradients begins."""
         self.was_missed = False
         if not self._looked:
-            self._inputs, self._given = inputs, set(map(id, tensors_in(inputs)))
+            self._inputs, self._given = inputs, set(map(id, _tensors_of(inputs)))
         self._look_for_hooks()
+        self.is_idle = self._looked and not (self._hooked or self._keeps)
         # Whoever else saves (a checkpoint, an offload) makes tensors of its own.
         saves = (self._hooked or self._keeps) and torch_private.saves_by_itself()
         context = _saving(engine) if saves else None
         if context is not None:
             context.__enter__()
-        self._entered.append(context)
+        self.entered.append(context)
 
     def end(self) -> None:
         """It is over, well or not."""
-        if not self._entered:
-            return
-        context = self._entered.pop()
+        context = self.entered.pop()
         if context is not None:
             context.__exit__(None, None, None)
-        elif not (self._looked or self._entered):
+        elif not (self._looked or self.entered):
             self._looked = True
             self._keeps = self.was_missed = self._keeps_graphs()
-        if not self._entered:
+        if not self.entered:
             self._inputs = None
 
     def _parts(self) -> Iterator[nn.Module]:
@@ -72,20 +76,19 @@ class Aside:
         return iter(()) if module is None else _inside(module, self._is_part)
 
     def _look_for_hooks(self) -> None:
-        if self._hooks is None:
-            self._parts_hooks = [torch_private.forward_hooks(part) for part in self._parts()]
-        found = list(map(len, self._parts_hooks))
-        if found != self._hooks:
-            self._hooks = found
-            own, *inside = [list(each.values()) for each in self._parts_hooks]
+        self.hooks = self.hooks or [torch_private.forward_hooks(part) for part in self._parts()]
+        found = list(map(len, self.hooks))
+        if found != self.seen:
+            self.seen = found
+            own, *inside = [list(each.values()) for each in self.hooks]
             own = list(takewhile(lambda hook: not _is_ours(hook), own))  # the rest run later
             self._hooked = any(not _is_ours(hook) for hook in chain(own, *inside))
 
     def _keeps_graphs(self) -> bool:
         """Whether modules, or the lists that the caller gave, have got tensors with a graph."""
         values = [value for part in self._parts() for value in vars(part).values()]
-        kept = [tensor for value in values for tensor in _tensors_of(value)]
-        kept += [tensor for tensor in tensors_in(self._inputs) if id(tensor) not in self._given]
+        kept = [tensor for value in values for tensor in _tensors_of(value, depth=2)]
+        kept += [tensor for tensor in _tensors_of(self._inputs) if id(tensor) not in self._given]
         return any(tensor.grad_fn is not None for tensor in kept)
 
 
@@ -96,8 +99,10 @@ def _inside(module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Iterator
             yield from _inside(child, is_part)
 
 
-def _tensors_of(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
-    """Tensors in what hangs on a module, not deep: it may hold anything, itself too."""
+def _tensors_of(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in what hangs on a module, or in inputs, not deep: it may hold anything, itself
+    too.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, list | tuple | set | dict):

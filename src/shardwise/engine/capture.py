@@ -25,10 +25,10 @@ from shardwise.engine import marks, static, torch_private
 from shardwise.engine.collectives import digest, open_records
 from shardwise.engine.engine import Engine
 from shardwise.engine.extended import ExtendedParameters
+from shardwise.engine.hooks import tensors_in, transform
 from shardwise.engine.rates import Rates
 from shardwise.engine.recorder import Recorder, Uncapturable, warm_up
 from shardwise.engine.step_state import Before, Left, Look, Watched, difference, host_state
-from shardwise.engine.values import tensors_in, transform
 from shardwise.watch import rank as watched_rank
 from shardwise.watch.page import FORWARD
 

@@ -4,12 +4,15 @@ optimizers tell the engine.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
@@ -18,7 +21,6 @@ from shardwise.engine import marks, static, torch_private
 from shardwise.engine.aside import Aside
 from shardwise.engine.checks import explain
 from shardwise.engine.unit import Unit
-from shardwise.engine.values import PLAIN, cast_to, leaves, tensors_in, transform
 from shardwise.schedule.unit import State
 
 if TYPE_CHECKING:
@@ -96,10 +98,14 @@ class Node:
             output = function(*args, **kwargs)
         except BaseException:
             self._entered = {}
-            self.aside.end()
+            self._end_aside()
             self._leave()
             raise
         return self.after(self.module, args, output)
+
+    def _end_aside(self) -> None:
+        if self.aside.entered:
+            self.aside.end()
 
     def unhang(self) -> None:
         """Take them off again."""
@@ -121,7 +127,9 @@ class Node:
             self._note_inputs(args, kwargs)
             if self.tracks_inputs:
                 self._watch_inputs(args, kwargs)
-            self.aside.begin(self.engine, (args, kwargs))
+            aside = self.aside
+            if not (aside.is_idle and list(map(len, aside.hooks)) == aside.seen):
+                aside.begin(self.engine, (args, kwargs))
         if marks.on is not None:
             marks.on.enter(
                 self._unit_name, "backward" if torch_private.inside_backward() else "forward"
@@ -214,7 +222,7 @@ class Node:
         """After forward: watch the outputs for backward's arrival; let the units go."""
         if marks.on is not None:
             marks.on.leave()
-        self.aside.end()
+        self._end_aside()
         if self.output_dtype is not None:
             output = cast_to(output, self.output_dtype)
         watched = (
@@ -270,7 +278,7 @@ class Node:
     def _check_output(self, output: Any) -> None:
         """Error where nothing in a training output carries a gradient that we can see."""
         # What could hide a tensor from `tensors_in`.
-        hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, PLAIN))
+        hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, _PLAIN))
         opaque = next(hidden, None) if self._trains else None
         if opaque is not None and self.engine.schedule.reduce_order:
             raise RuntimeError(
@@ -286,7 +294,7 @@ class Node:
         if error is None:
             return
         self._entered = {}
-        self.aside.end()
+        self._end_aside()
         self._leave()
         recomputes = torch_private.inside_backward()
         # While a graph is recorded no event may be waited for; who records it puts all back.
@@ -433,3 +441,73 @@ def watch_steps(before: Callable[..., None], after: Callable[..., None]) -> list
     # Before all others.
     torch_private.step_hooks_of_all()[0].move_to_end(first.id, last=False)
     return [first, torch_optimizer.register_optimizer_step_post_hook(Watcher(after))]
+
+
+# What holds no tensor that `leaves` would not find.
+_PLAIN = (
+    torch.Tensor, str, bytes, int, float, complex, type(None), numpy.ndarray, numpy.generic
+)  # fmt: skip
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in `value` that is no tuple, list, set, mapping or dataclass."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves(getattr(value, field.name))
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `value`."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def cast_to(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor in `dtype`; the same object if none changes."""
+    return transform(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def transform(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor that `tensors_in` finds replaced by `change(tensor)`, in its order;
+    containers are copied only where something changed, with all else that they hold.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple | set):
+        items = [transform(item, change) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        if isinstance(value, list):
+            twin: Any = copy.copy(value)
+            twin[:] = items
+            return twin
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        pairs = {key: transform(item, change) for key, item in value.items()}
+        if all(pairs[key] is value[key] for key in pairs):
+            return value
+        if not isinstance(value, MutableMapping):
+            return type(value)(pairs)  # type: ignore[call-arg]
+        twin = copy.copy(value)  # a class may take other arguments, as defaultdict does
+        for key, item in pairs.items():
+            twin[key] = item
+        return twin
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        changed = {name: transform(getattr(value, name), change) for name in names}
+        if all(changed[name] is getattr(value, name) for name in names):
+            return value
+        twin = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(twin, name, item)  # a frozen one too
+        return twin
+    return value

@@ -19,6 +19,7 @@ from shardwise.engine.unit import Unit
 from shardwise.fsdp2.sharding import Sharding, shardings_in
 
 Places = list[tuple[nn.Module, str]]
+_HOME = "_shardwise_home"
 
 
 class Home:
@@ -29,8 +30,9 @@ class Home:
     def __init__(self, sharding: Sharding, member: Member, visible: nn.Parameter) -> None:
         self.sharding, self.member = weakref.ref(sharding), member
         # A call for another module meets the one in a tie, the other in a module that both share.
-        for parameter in (member.original, visible):
-            parameter.__dict__["_shardwise_home"] = self
+        # Users copy the other, and a copy would take along all that it holds.
+        member.original.__dict__[_HOME] = self
+        visible.__dict__[_HOME] = weakref.ref(self)
         self.elsewhere: Places = []  # places in modules of other calls
 
     def tie(self, places: Places) -> None:
@@ -78,7 +80,8 @@ class Home:
 
 
 def home_of(parameter: nn.Parameter) -> Home | None:
-    return parameter.__dict__.get("_shardwise_home")
+    found: Home | weakref.ref[Home] | None = parameter.__dict__.get(_HOME)
+    return found() if isinstance(found, weakref.ref) else found
 
 
 def collect(roots: list[nn.Module]) -> Iterator[Member]:
