@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from shardwise.schedule.moments import Pass
 from shardwise.schedule.unit import Reduces, State, StepSums
 
 Look = tuple[tuple[str, Any], ...]
+# Of a model of many small parts these are asked some thousand times before each replay.
+_TRAINING, _TRAINABLE, _GRADIENT = map(attrgetter, ("training", "requires_grad", "grad"))
 
 
 class Watched:
@@ -81,10 +84,11 @@ class Watched:
             assert model is not None
             modules = list(model.modules())
             self._modules[id(engine)] = structure.seen, modules
-        buffers = [b for module in modules for b in buffers_of(module).values() if b is not None]
+        each = map(dict.values, map(buffers_of, modules))
+        buffers = [b for b in chain.from_iterable(each) if b is not None]
         return (
             structure.look() == structure.seen,
-            tuple([module.training for module in modules]),
+            tuple(map(_TRAINING, modules)),
             tuple([buffer.data_ptr() for buffer in buffers]),
         )
 
@@ -120,7 +124,7 @@ def _look_at_units(engine: Engine) -> tuple[Any, ...]:
     for unit in engine.units:
         p = unit.parameters
         looks += [id(p.master), unit.state, id(unit.gradients)]
-        looks += [p.full.data_ptr(), tuple([v.requires_grad for v in p.visible])]
+        looks += [p.full.data_ptr(), tuple(map(_TRAINABLE, p.visible))]
         looks += [_by_value(value) for value in vars(unit.options).values()]
     return tuple(looks)
 
@@ -148,10 +152,9 @@ def _by_value(value: Any) -> Any:
 _VALUES = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)
 
 
-def _ids_of_state(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[int]:
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            yield from map(id, state.values())
+def _ids_of_state(optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
+    states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
+    return list(map(id, chain.from_iterable(map(dict.values, states))))
 
 
 def host_state(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -169,18 +172,19 @@ class Left:
     """The gradients as they are now: on the parameters, and in the engines."""
 
     def __init__(self, watched: Watched) -> None:
-        self.hung = [(parameter, parameter.grad) for parameter in watched.parameters]
+        parameters = watched.parameters
+        self.hung = [(parameter, parameter.grad) for parameter in parameters]
+        self._parameters, self._grads = parameters, [grad for _, grad in self.hung]
         gradients = (u.gradients for e in watched.engines for u in e.units)
         self._engines = [(g, g.left()) for g in gradients if g is not None]
 
     def put_back(self) -> None:
-        changed = False
+        if all(map(is_, map(_GRADIENT, self._parameters), self._grads)):
+            return
         for parameter, grad in self.hung:
-            if parameter.grad is not grad:
-                parameter.grad, changed = grad, True
-        if changed:
-            for gradients, left in self._engines:
-                gradients.put_back(left)
+            parameter.grad = grad
+        for gradients, left in self._engines:
+            gradients.put_back(left)
 
 
 Hung = list[tuple[torch.Tensor, torch.Tensor | weakref.ref[torch.Tensor] | None]]

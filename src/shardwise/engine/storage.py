@@ -69,6 +69,7 @@ from shardwise.engine.collectives import Buffer
 from shardwise.engine.mesh import DTensorParameter, Mesh, MeshPlacement
 from shardwise.engine.torch_private import (
     MemoryIdentity,
+    Standing,
     count_writes,
     local_of,
     make_parameter,
@@ -340,6 +341,7 @@ class Parameters:
             )
             for module, key in member.places
         ]
+        self.standing = Standing(self.hung)
 
     def _check_adoptable(
         self, i: int, parameter: nn.Parameter, local: torch.Tensor, first: torch.Tensor

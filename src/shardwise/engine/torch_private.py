@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, TypeVar, cast
 
 import torch
@@ -514,15 +514,6 @@ class MemoryIdentity:
             and (self._local is not parameter or parameter.data_ptr() == self._address)
         )
 
-    def stands(self, parameter: torch.Tensor) -> bool:
-        """The same for whoever looks at every parameter before every step: without the storage that
-        a DTensor has beside its values.
-        """
-        local = local_of(parameter)
-        if local is not self._local:
-            return False
-        return local is not parameter or parameter.data_ptr() == self._address
-
     def lost_data(self, parameter: torch.Tensor) -> bool:
         """The `data` of a DTensor was set, which left its local tensor as it was."""
         stands = local_of(parameter) is self._local is not parameter
@@ -586,6 +577,30 @@ def _reduce(tensor: DTensor, protocol: Any) -> Any:
     same.__dict__.update(tensor.__dict__)
     set_local(same, local)
     return torch.Tensor.__reduce_ex__(same, protocol)
+
+
+class Standing:
+    """Where many parameters hang, and on which memory, for whoever looks at all of them before
+    every step: without the storage that a DTensor has beside its values.
+    """
+
+    def __init__(
+        self, hung: Sequence[tuple[dict[str, Any], str, nn.Parameter, MemoryIdentity]]
+    ) -> None:
+        self._dicts, self._keys = [own for own, *_ in hung], [key for _, key, *_ in hung]
+        self._parameters = [parameter for _, _, parameter, _ in hung]
+        self._sharded = [p for p in self._parameters if isinstance(p, DTensor)]
+        self._locals = list(map(local_tensor, self._sharded))
+        self._plain = [p for p in self._parameters if not isinstance(p, DTensor)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._plain))
+
+    @property
+    def is_same(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._dicts, self._keys), self._parameters))
+            and all(map(is_, map(local_tensor, self._sharded), self._locals))
+            and list(map(torch.Tensor.data_ptr, self._plain)) == self._addresses
+        )
 
 
 def make_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:

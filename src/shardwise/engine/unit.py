@@ -423,10 +423,7 @@ class Unit(ScheduledUnit):
     @property
     def stands(self) -> bool:
         """As `in_place`, looked at quickly: before every replay of a recorded step."""
-        for own, key, visible, memory in self.parameters.hung:
-            if own.get(key) is not visible or not memory.stands(visible):
-                return False
-        return True
+        return self.parameters.standing.is_same
 
     @property
     def trains_others(self) -> bool:
