@@ -50,6 +50,23 @@ def draw(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-8, 8, (numel,), generator=generator).to(dtype)
 
 
+def tell_numbers() -> list[bool]:
+    """Between other messages under way, and more than a process's own integers."""
+    answers = []
+    for group in both():
+        whole = draw(group.size * 4, torch.float32)
+        pending = group.all_reduce(whole)
+        numbers = [dist.get_rank(), 2**40 + dist.get_rank()]
+        answers.append(group.tell(numbers))
+        pending.wait()
+    expected = [[rank, 2**40 + rank] for rank in range(dist.get_world_size())]
+    return [answer == expected for answer in answers]
+
+
+def test_ranks_tell_each_other_numbers(ranks: Ranks) -> None:
+    assert all(map(all, ranks.run(tell_numbers)))
+
+
 def compare_values(dtype: torch.dtype, part: int) -> bool:
     """Every collective, all under way at once and waited for in another order."""
     close, plain = both()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -226,6 +226,18 @@ class Group:
             return [value] * self.size
         return self.control.exchange(value)
 
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers, as many on each: `exchange` for every step, without the store where
+        ranks share memory.
+        """
+        if self.size == 1 or self.near is None or self.control is None:
+            return [list(each) for each in self.exchange(tuple(numbers))]
+        self.control.note_turn()
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        found = mine.new_empty((self.size, len(mine)))
+        self.near.all_gather(found, mine).wait()
+        return cast(list[list[int]], found.tolist())
+
     @cached_property
     def members(self) -> tuple[int, ...]:
         """The group's ranks in the world."""
@@ -360,10 +372,7 @@ class Control:
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's value, on every rank. Blocks until all have said theirs."""
-        if self._track is None:
-            self._find_track()
-        if self._track is not None:
-            self._track.add(EXCHANGE, "agreement")
+        self.note_turn()
         if self._generation is None:
             # A store may outlive its world; every rank of a group comes once in each.
             came: int = self._store.add(f"{self._prefix}/came", 1)
@@ -379,6 +388,13 @@ class Control:
         if together[:1] == b"=":
             return [pickle.loads(together[1:]) for _ in range(self._size)]
         return [pickle.loads(each) for each in pickle.loads(together[1:])]
+
+    def note_turn(self) -> None:
+        """Let the watch know that this rank has come here once more."""
+        if self._track is None:
+            self._find_track()
+        if self._track is not None:
+            self._track.add(EXCHANGE, "agreement")
 
     def _find_track(self) -> None:
         """Where the watch reads how often this rank has come here."""

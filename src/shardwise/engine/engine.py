@@ -167,10 +167,10 @@ class Engine:
         if torch_private.is_recording(static.fixed):
             return False
         order, agreement = self.schedule.forward_order.names, self.agreement
-        inside = self.mesh.shard.exchange((count, digest(order)))
+        inside = self.mesh.shard.tell((count, digest(order)))
         if len({of_order for _, of_order in inside}) > 1:
             agreement.check_orders(order)
-        per_replica = self.mesh.replicate.exchange([count for count, _ in inside])
+        per_replica = self.mesh.replicate.tell([count for count, _ in inside])
         if len(set(chain.from_iterable(per_replica))) > 1:
             agreement.check_counts(per_replica)
         self._compare_values()

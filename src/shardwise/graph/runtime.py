@@ -313,8 +313,8 @@ def _arrive(sent: Tensor) -> None:
 
 
 def _let_go(sent: Tensor, packed: list[Tensor]) -> None:
-    found = _under_way[sent.data_ptr()]
-    if found.path.lane.ordered:
+    found = _under_way.get(sent.data_ptr())
+    if found is not None and found.path.lane.ordered:
         found.let_go()
     else:
         _arrive(sent)
