@@ -14,7 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from shardwise.engine.torch_private import TESTED
+
 ENGINES = ("torch", "shardwise")
+# What the scenarios say of torch's engine is true of the newest torch; ours does it on every one.
+IS_NEWEST = torch.__version__.startswith(TESTED[1])
 HOMES = {"torch": "torch.distributed.fsdp", "shardwise": "shardwise"}
 
 
@@ -76,8 +82,6 @@ def _label(value: Any) -> str:
 
 def perform(engine: str, function: Callable[..., None], arguments: dict[str, Any]) -> None:
     """One case on this rank; its models are gone before the next one starts."""
-    import torch
-
     api = Api(engine)
     gc.freeze()  # what is there already needs no second look: collecting takes 5 ms, not 160
     torch.manual_seed(0)

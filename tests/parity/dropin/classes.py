@@ -10,7 +10,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.parity.dropin.catalog import Api, case
+from tests.parity.dropin.catalog import IS_NEWEST, Api, case
 from tests.parity.dropin.common import (
     WIDTH,
     assert_close,
@@ -71,7 +71,7 @@ def making_another_instance(api: Api) -> None:
 def every_public_method_is_there(api: Api) -> None:
     """Same names, same parameters, same defaults as torch's."""
     theirs = [n for n in vars(torch_fsdp.FSDPModule) if not n.startswith("_")]
-    assert len(theirs) >= 20
+    assert {"reshard", "set_requires_gradient_sync", "unshard"} < set(theirs)
     for name in theirs:
         ours = getattr(api.FSDPModule, name, None)
         assert callable(ours), f"FSDPModule.{name} is missing"
@@ -85,7 +85,8 @@ def functions_take_the_same_arguments(api: Api, name: str) -> None:
 
 def _same_signature(name: str, ours: Any, theirs: Any) -> None:
     got, expected = (inspect.signature(f).parameters for f in (ours, theirs))
-    assert list(got) == list(expected), f"{name}: {list(got)}, torch has {list(expected)}"
+    known = list(got)[: None if IS_NEWEST else len(expected)]  # an older torch has fewer
+    assert known == list(expected), f"{name}: {list(got)}, torch has {list(expected)}"
     for key, parameter in expected.items():
         assert got[key].kind == parameter.kind, f"{name}({key}): {got[key].kind}"
         mine, default = got[key].default, parameter.default

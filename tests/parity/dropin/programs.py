@@ -158,7 +158,8 @@ def a_newer_pipeline_stage(api: Api) -> None:
     state = api.fully_shard.state(model)
     for each in state._state_ctx.all_states:
         for group in getattr(each, "_fsdp_param_groups", [each._fsdp_param_group]):
-            group.post_backward()
+            if group is not None:  # an older torch's pipelines ask, too
+                group.post_backward()
     state._root_post_backward_final_callback()
     for module in model.modules():
         if isinstance(module, api.FSDPModule):
