@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.emulation.collectives import Network, emulate
 from shardwise.emulation.run import joined
+from shardwise.engine.torch_private import is_recording
 from tests.gpu.standalone import run_all
 from tests.ranks import Ranks
 
@@ -63,6 +64,22 @@ class Net(nn.Module):
         return self.leave(x)
 
 
+class Asks(nn.Module):
+    """Does much more where it is recorded, as libraries do that may not read a mask then."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            big = torch.ones(4096, 4096, device=x.device)
+            for _ in range(20 if self.reads else 1):
+                big = big @ big * 0
+            return x + big[0, 0]
+        return x + 1 if self.reads and x.abs().sum().item() < 0 else x
+
+
 class Run:
     """A model under an engine, its optimizer and its step."""
 
@@ -71,6 +88,8 @@ class Run:
         self.case = case
         torch.manual_seed(0)
         net = Net(case.get("dropout", 0.0), case.get("checkpointed", False)).to(DEVICE)
+        if "asks" in case:
+            net.blocks[1].dropout = Asks(case["asks"])
         if case.get("compiled"):
             for block in net.blocks:
                 block.compile()
@@ -338,7 +357,7 @@ def waits_for_the_device(run: Run) -> Callable[..., Tensor]:
     """In the middle of the step, where streams are under way and random numbers were drawn."""
 
     def wait(*_: Any) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if is_recording():
             torch.cuda.current_stream().synchronize()
 
     run.model.blocks[1].register_forward_hook(wait)  # type: ignore[index, union-attr, operator]
@@ -348,7 +367,7 @@ def waits_for_the_device(run: Run) -> Callable[..., Tensor]:
 @_fails("recording it failed")
 def raises_in_backward(run: Run) -> Callable[..., Tensor]:
     def refuse(gradient: Tensor) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if is_recording():
             raise ValueError("not in a graph")
 
     def hang(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -395,6 +414,25 @@ def test_what_cannot_be_captured_is_said_and_nothing_is_lost() -> None:
 
     with nccl_of_one():
         _each(FAILING, look)
+
+
+def test_a_step_that_asks_whether_it_is_recorded_goes_the_way_it_rehearsed() -> None:
+    """One that reads from the device on that way is recorded on the other, and let go of if its
+    replays are slower.
+    """
+    with nccl_of_one():
+        for reads in (False, True):
+            eager, ours = (Run(eager, {"clip": False, "asks": reads}) for eager in (True, False))
+            step = sw.capture(ours.step)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for i in range(STEPS):
+                    torch.testing.assert_close(eager.step(draw(i)), step(draw(i)))
+            told = [str(w.message) for w in caught if "goes on eagerly" in str(w.message)]
+            if reads:
+                assert len(told) == 1 and "slower way while it is recorded" in told[0], told
+            else:
+                assert step.recordings and not told, (step.reason, told)
 
 
 def test_memory_stays_and_the_host_is_quick() -> None:

@@ -29,8 +29,19 @@ from shardwise.schedule.unit import State
 from tests.ranks import Ranks
 
 
+class Timed:
+    """A span of the device: a rehearsal takes 10 ms, a replay what the test says."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def end(self) -> None: ...
+
+
 class Replayed:
     """Counts what a recorder is asked; a replay runs the step."""
+
+    replay_ms = 10.0
 
     def __init__(self, device: torch.device) -> None:
         self.refusal: str | None = None
@@ -62,6 +73,9 @@ class Replayed:
         return output, replay
 
     def give_back(self) -> None: ...
+
+    def start_span(self) -> Timed:
+        return Timed(self.replay_ms if self.recorded else 10.0)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -359,6 +373,41 @@ def test_a_rate_changed_inside_the_step_is_not_captured(on_cpu: None) -> None:
         for i in range(3):
             step(draw(i))
     assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(0.1 / 16)
+
+
+@pytest.mark.parametrize(("ms", "pays"), [(10.9, True), (11.1, False)])
+def test_replays_that_are_slower_than_the_step_are_let_go_of(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, ms: float, pays: bool
+) -> None:
+    monkeypatch.setattr(Replayed, "replay_ms", ms)
+    eager, ours = Run(), Run()
+    step = captured(ours.step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(10):
+            assert torch.equal(eager.step(draw(i)), step(draw(i)))
+    assert equal(eager, ours)
+    assert (step.reason is None) == pays == bool(step.recordings)
+    said = f"a replay takes {ms} ms and the step as it is 10.0: something in it takes a slower way"
+    assert [said in str(each.message) for each in caught] == [] if pays else [True]
+
+
+def test_a_step_that_asks_whether_it_is_recorded_may_be_told_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever takes part in a recording hears the truth."""
+
+    def ask() -> bool:
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
+    monkeypatch.setattr(torch.cuda, "is_initialized", ask)
+    for denied in (True, False):
+        with torch_private.answers_about_recording(denied) as asked:
+            assert torch_private.is_recording() and not asked
+            assert torch.cuda.is_current_stream_capturing() is not denied
+            assert asked == {__name__}
+    assert torch.cuda.is_current_stream_capturing is ask
 
 
 def test_what_changes_in_every_call_ends_the_trying(on_cpu: None) -> None:

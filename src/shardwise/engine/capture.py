@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -27,7 +27,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.engine.hooks import tensors_in, transform
 from shardwise.engine.rates import Rates
-from shardwise.engine.recorder import Recorder, Uncapturable, warm_up
+from shardwise.engine.recorder import Recorder, Span, Uncapturable, warm_up
 from shardwise.engine.step_state import Before, Left, Look, Watched, difference, host_state
 from shardwise.watch import rank as watched_rank
 from shardwise.watch.page import FORWARD
@@ -39,6 +39,9 @@ WARMUP = 2  # eager calls of a signature before it is recorded, beside the very 
 GRAPHS = 8  # recorded at most
 # What a call does.
 REPLAY, RECORD, REHEARSE, WARM, EAGER = "replay", "record", "rehearse", "warm", "eager"
+# A replay that takes more than so many times the device's time of the step as it is does not pay;
+# asked once, after so many replays.
+_SLOWER, _JUDGED = 1.1, 3
 _LOOKS = 16  # so many looks that never came again: the step is not the same from call to call
 
 
@@ -79,7 +82,7 @@ def signature_of(value: Any, kept: list[Any], name: str = "input") -> Signature:
         pairs = ((key, signature_of(item, kept, f"{name}[{key!r}]")) for key, item in value.items())
         return (type(value), *pairs)
     if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value)]
+        names = [each.name for each in fields(value)]
         each = (signature_of(getattr(value, key), kept, f"{name}.{key}") for key in names)
         return (type(value), *each)
     if isinstance(value, _BY_VALUE):
@@ -110,15 +113,36 @@ class Recording:
     needs: list[tuple[torch.Tensor, torch.Tensor | None]]
     left: Left
     kept: list[Any]
+    rehearsal: Span | None = None  # what the step took as it is; None: it need not be asked again
+    replays: list[Span] = field(default_factory=list)
 
     @property
     def may_begin(self) -> bool:
         return all(parameter.grad is grad for parameter, grad in self.needs)
 
-    def run(self, inputs: list[torch.Tensor]) -> Any:
+    def find_slower(self) -> str:
+        """Why the step is better off as it is: what it asks, or what it runs on, may be other while
+        it is recorded. Empty if it is not, or too early to say.
+        """
+        if self.rehearsal is None or len(self.replays) < _JUDGED:
+            return ""
+        eager, replayed = self.rehearsal.ms, min(span.ms for span in self.replays)
+        self.rehearsal, self.replays = None, []
+        if replayed <= _SLOWER * eager:
+            return ""
+        return (
+            f"a replay takes {replayed:.1f} ms and the step as it is {eager:.1f}: something in it "
+            "takes a slower way while it is recorded"
+        )
+
+    def run(self, inputs: list[torch.Tensor], recorder: Recorder) -> Any:
+        span = None if self.rehearsal is None else recorder.start_span()
         if inputs:
             torch_private.foreach_copy_(self.inputs, inputs)
         self.replay()
+        if span is not None:
+            span.end()
+            self.replays.append(span)
         self.left.put_back()
         return transform(self.outputs, lambda tensor: tensor.detach().clone())
 
@@ -140,6 +164,7 @@ class CapturedStep(Generic[Arguments, Result]):
         self._watched, self._rates = Watched(), Rates()
         self._known: list[Any] = []  # objects among the inputs, by which signatures know them
         self._calls: dict[tuple[Signature, Look], int] = {}  # eager ones, of what is not recorded
+        self._rehearsals: dict[tuple[Signature, Look], Span] = {}
         self.recordings: dict[tuple[Signature, Look], Recording] = {}
         self._full = False  # said that no more signatures are recorded
         self.reason: str | None = None
@@ -188,19 +213,27 @@ class CapturedStep(Generic[Arguments, Result]):
             return run() if listened else self._eager(run)
         key = signature, self._watched.look(self._rates.groups)
         plan = self._plan(key)
-        if not self._agree(
-            plan, signature, self._unsteady(key) if plan in (WARM, REHEARSE) else ""
-        ):
+        if plan == REPLAY:
+            reason = self.recordings[key].find_slower()
+        elif plan in (WARM, REHEARSE):
+            reason = self._unsteady(key)
+        if not self._agree(plan, signature, reason):
             plan = EAGER
+        assert self._recorder is not None
         if plan == REPLAY:
             self._rates.refresh()
             self._tell_watch()
-            return cast(Result, self.recordings[key].run(list(tensors_in(inputs))))
+            return cast(Result, self.recordings[key].run(list(tensors_in(inputs)), self._recorder))
         if plan == RECORD:
             return self._record(key, inputs)
         if plan in (WARM, REHEARSE):
             self._calls[key] = self._calls.get(key, 0) + 1
-        return self._eager(run, rehearses=plan == REHEARSE)
+        if plan != REHEARSE:
+            return self._eager(run)
+        self._rehearsals[key] = span = self._recorder.start_span()
+        result = self._eager(run, rehearses=True)
+        span.end()
+        return result
 
     def _plan(self, key: tuple[Signature, Look]) -> str:
         """What this rank would do with a call."""
@@ -220,6 +253,7 @@ class CapturedStep(Generic[Arguments, Result]):
             return ""
         signature, look = others[-1]
         self._calls.clear()
+        self._rehearsals.clear()
         if self.recordings:
             return ""
         what = "the shape of its inputs" if signature != key[0] else difference(look, key[1])
@@ -341,11 +375,13 @@ class CapturedStep(Generic[Arguments, Result]):
         after = Left(watched)
         outputs, replay = recorded
         needs, kept = before.needs(after), watched.keep()
-        self.recordings[key] = Recording(inputs, outputs, replay, needs, after, kept)
+        rehearsal = self._rehearsals.pop(key, None)
+        recording = Recording(inputs, outputs, replay, needs, after, kept, rehearsal)
+        self.recordings[key] = recording
         self._calls.pop(key, None)
         del before  # with what it held of the last eager step
         self._recorder.give_back()
-        return cast(Result, self.recordings[key].run([]))
+        return cast(Result, recording.run([], self._recorder))
 
     def _tell_watch(self) -> None:
         """One entry for a whole step: who is stuck in one is seen to be in it."""

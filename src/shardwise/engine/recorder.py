@@ -64,6 +64,23 @@ def warm_up(run: Callable[[], Result], stream: torch.cuda.Stream | None = None) 
         current.wait_stream(stream)
 
 
+class Span:
+    """From when the device comes to now until it comes to `end`."""
+
+    def __init__(self) -> None:
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start.record()
+
+    def end(self) -> None:
+        self._end.record()
+
+    @property
+    def ms(self) -> float:
+        """Waits for the device."""
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end)
+
+
 class Recorder:
     """The graphs of one captured step, in one pool of memory: only one of them runs at a time, and
     nothing but its gradients, which are held, outlives it.
@@ -75,6 +92,9 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._has_warmed = False
         self.refusal: str | None = None  # what the last rehearsal found
+        # The same, where the step may do without: it asks whether it is being recorded.
+        self._doubt: str | None = None
+        self.start_span = Span
         self._draws = True  # the step draws random numbers on the device
 
     def warm(self, run: Callable[[], Result]) -> Result:
@@ -94,7 +114,8 @@ class Recorder:
         generator = self._generator
         offset, host = generator.get_offset(), _host_random()
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught:
+        answers = torch_private.answers_about_recording(denied=False)
+        with warnings.catch_warnings(record=True) as caught, answers as asked:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -103,11 +124,15 @@ class Recorder:
                 torch.cuda.set_sync_debug_mode(mode)
         self._draws = generator.get_offset() != offset
         reads = [each for each in caught if _SYNCHRONIZES in str(each.message)]
-        self.refusal = None
+        self.refusal = self._doubt = None
         if reads:
             place = f"{reads[0].filename}:{reads[0].lineno}"
-            self.refusal = f"the host reads a value of the device at {place}"
-        elif _host_random() != host:
+            found = f"the host reads a value of the device at {place}"
+            if asked:
+                self._doubt = found
+            else:
+                self.refusal = found
+        if _host_random() != host and self.refusal is None:
             self.refusal = "random numbers are drawn on the host, and would be the same ever after"
         for each in caught:
             if each not in reads and _ABOUT_THE_MODE not in str(each.message):
@@ -119,6 +144,9 @@ class Recorder:
     ) -> tuple[Result, Callable[[], None]]:
         """The step's outputs, in the graph's memory, and what replays it. Nothing runs on the
         device. `lanes` are streams that the step may leave without waiting for them.
+
+        A step that asks whether it is being recorded hears no, and goes the way that it rehearsed;
+        unless that way reads from the device, and the other may not.
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         generator = self._generator
@@ -134,11 +162,12 @@ class Recorder:
                 graph, self._pool, self._stream, capture_error_mode="thread_local"
             )
             plain_checkpoints = torch_private.checkpoints_without_random_state(not self._draws)
-            with plain_checkpoints, recording, _joined(lanes):
+            answers = torch_private.answers_about_recording(denied=self._doubt is None)
+            with plain_checkpoints, recording, _joined(lanes), answers:
                 outputs = run()
         except Exception as error:
             self._heal(graph, spare, state)
-            raise Uncapturable(_explain(error)) from error
+            raise Uncapturable(self._doubt or _explain(error)) from error
         except BaseException:
             self._heal(graph, spare, state)
             raise

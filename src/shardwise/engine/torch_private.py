@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import re
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -124,6 +125,41 @@ def is_recording(rehearsed: bool = False) -> bool:
     """
     started = torch.cuda.is_initialized()
     return rehearsed or (started and torch.cuda.is_current_stream_capturing())
+
+
+# Who asks whether a graph is being recorded to do its own part of it rightly.
+_TAKES_PART = (
+    "shardwise.",
+    "torch.cuda",
+    "torch.distributed.",
+    "torch.optim.",
+    "torch._",
+    "triton.",
+)
+
+
+@contextlib.contextmanager
+def answers_about_recording(denied: bool) -> Iterator[set[str]]:
+    """The modules of the program and its libraries that ask torch whether a graph is being
+    recorded, to take another way then. `denied`: they hear no, and record the way that they
+    rehearsed. Without it Transformers masks in a graph what it leaves out elsewhere, and attention
+    takes twice as long.
+    """
+    asked: set[str] = set()
+    ask = torch.cuda.is_current_stream_capturing
+
+    def answer() -> bool:
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        if asker.startswith(_TAKES_PART):
+            return ask()
+        asked.add(asker)
+        return not denied and ask()
+
+    torch.cuda.is_current_stream_capturing = answer
+    try:
+        yield asked
+    finally:
+        torch.cuda.is_current_stream_capturing = ask
 
 
 def all_gather_grouped(
