@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from shardwise.description.workload import Workload
 from shardwise.emulation.engines import Subject
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
-from shardwise.predict.ranking import Trial, basis_of
+from shardwise.predict.ranking import Captured, Trial, basis_of
 
 MODEL = """
 import torch
@@ -158,6 +160,26 @@ def test_ranges_say_what_a_prediction_rests_on() -> None:
     assert "measured on NVIDIA H200" in basis_of(measured)[0]
 
 
+def test_a_captured_step_is_advised_where_it_pays_and_fits() -> None:
+    """And a remembered trial is the one that was kept."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    found = sw.search(net, Cluster.load("cpu-gloo"), inputs=torch.randn(4, 64), world=2)[0]
+    assert found.captured is None
+    room = dataclasses.replace(found.room, limit_bytes=2e9, beside_bytes=0.0)
+    for step_ms, reserved, advised in (
+        (50.0, 10**9, True),
+        (98.0, 10**9, False),
+        (50.0, 3 * 10**9, False),
+    ):
+        captured = Captured(step_ms, 0.5, reserved)
+        trial = Trial(100.0, 1.0, 99.0, 10**8, 10**8, "a GPU", captured)
+        assert Trial.from_dict(json.loads(json.dumps(dataclasses.asdict(trial)))) == trial
+        tried = dataclasses.replace(found, step_ms=100.0, trial=trial, room=room, predicted_ms=90.0)
+        assert (tried.captured is not None) is advised
+        said = "as sw.capture(step) 50.0 ms, 47.6 to 52.5"
+        assert (said in tried.show_basis()) is advised
+
+
 def test_a_trial_that_waited_for_the_host_has_a_wider_range() -> None:
     """And a range never begins below nothing."""
     for trial, factor in (
@@ -166,4 +188,4 @@ def test_a_trial_that_waited_for_the_host_has_a_wider_range() -> None:
         (Trial(100.0, 1.0, 100.0, 1, None, "a CPU"), 1.25),
         (Trial(100.0, 300.0, 100.0, 1, None, "a busy CPU"), 4.0),
     ):
-        assert measured_search._around(trial) == pytest.approx((100 / factor, 100 * factor))
+        assert trial.range_ms == pytest.approx((100 / factor, 100 * factor))

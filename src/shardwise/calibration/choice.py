@@ -148,6 +148,11 @@ def choose_for(
                 ranking = measured(ranking, tried, cluster, say, attempt=attempt)
         foresight = Foresight.of(ranking)
         notes, cores = list(ranking.notes), os.cpu_count() or 1
+        if ranking[0].captured is not None:
+            notes.append(
+                f"{ranking[0].show_captured()} ms: the device would not wait for its host "
+                "(shardwise train: run.capture=true)"
+            )
         if ranks.device.type == "cpu" and foresight.load > cores + 1:
             notes.append(
                 f"this machine is busy ({foresight.load:.1f} processes want {cores} cores), so "

@@ -28,11 +28,7 @@ from shardwise.profiling.timing import describe_environment, no_garbage_collecti
 
 TRIED = 4  # strategies, the best Plan of each
 MORE = 2  # Plans that are tried because of what was learnt of these
-MEASURED = 0.05  # of the step: what a later run may differ by
-LEARNT = 0.15  # and one of the same strategy with other settings
-# A device that waits for its host is as quick as that, and a CPU is one: on shared machines 9 of 12
-# and 107 of 117 later runs were within this (docs/log.md).
-HOST_BOUND, BY_HOST = 0.9, 0.25  # from so much of the step on; of the step
+LEARNT = 0.15  # of its step: what a Plan may differ by from one of its strategy that was tried
 Tell = Callable[[str], None]
 
 
@@ -183,7 +179,7 @@ def _corrected(ranking: Ranking, tried: dict[int, Trial]) -> list[tuple[Candidat
         if trial is not None:
             better = dataclasses.replace(
                 c, peak_bytes=trial.peak_bytes, trial=trial, basis="measured here",
-                range_ms=_around(trial),
+                range_ms=trial.range_ms,
             )  # fmt: skip
             step_ms = trial.step_ms
         else:
@@ -213,13 +209,6 @@ def _missed_bytes(ranking: Ranking, tried: dict[int, Trial]) -> float:
         if id(c) in tried
     ]
     return max([0.0, *more])
-
-
-def _around(trial: Trial) -> tuple[float, float]:
-    """By a factor: a busy machine's steps may spread by more than they take."""
-    waits_for_host = trial.host_ms >= HOST_BOUND * trial.step_ms
-    factor = 1 + max(BY_HOST if waits_for_host else MEASURED, trial.spread_ms / trial.step_ms)
-    return trial.step_ms / factor, trial.step_ms * factor
 
 
 class _Remembered:
@@ -259,7 +248,7 @@ class _Remembered:
 
     def find(self, candidate: Candidate) -> Trial | None:
         try:
-            return Trial(**json.loads(self._file(candidate).read_text(encoding="utf-8")))
+            return Trial.from_dict(json.loads(self._file(candidate).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 

@@ -4,6 +4,7 @@ every rank tries it, and all end with the same answer, or with the same error.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import socket
@@ -26,6 +27,7 @@ from shardwise.calibration.trial import (
     Program,
     count_steps,
     sum_up,
+    try_captured,
 )
 from shardwise.description.cluster import Cluster
 from shardwise.description.tracing.real_run import tell
@@ -37,7 +39,7 @@ from shardwise.engine.mesh import watch_ranks
 from shardwise.engine.separate import separate_world
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
-from shardwise.predict.ranking import Trial
+from shardwise.predict.ranking import Captured, Trial
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample
 from shardwise.watch.hub import LOST_PEER
@@ -71,6 +73,8 @@ class _Taken:
     samples: list[Sample]
     peak: int
     reserved: int | None
+    captured: Captured | None = None
+    uncaptured: str = ""
 
 
 class Ranks:
@@ -177,7 +181,8 @@ class Ranks:
         how = f"{self.world} ranks, {dist.get_backend()}" if self.world > 1 else "one process"
         if self.fake:
             how = "one rank, its network emulated"
-        return sum_up(slowest, worst.peak, worst.reserved, how)
+        trial = sum_up(slowest, worst.peak, worst.reserved, how)
+        return dataclasses.replace(trial, captured=worst.captured, uncaptured=worst.uncaptured)
 
     def _run(self, program: Program, plan: Plan, workload: Workload, cluster: Cluster) -> _Taken:
         cuda, device = self.device.type == "cuda", self.device
@@ -199,8 +204,11 @@ class Ranks:
             samples = timing.repeat(step, timer, count_steps(once, *timed))
             if cuda:
                 allocated, reserved = footprint.peaks_on_cuda(step)
+                replayed: tuple[Captured | None, str] = None, ""
+                if self.world == 1 or self.fake:  # NCCL of several ranks has not been tried so
+                    replayed = try_captured(program, step, samples, left)
                 del step
-                return _Taken(samples, allocated - left, reserved - left)
+                return _Taken(samples, allocated - left, reserved - left, *replayed)
             del step
             peak = footprint.peak_on_cpu(lambda: program.start(plan, workload, device))
             return _Taken(samples, peak, None)

@@ -30,6 +30,10 @@ class TrainerProgram(Program):
     corpus: Corpus | None = None
     member: Member | None = None
 
+    @property
+    def may_capture(self) -> bool:
+        return self.config is not None and not self.config.run.capture
+
     def start(self, plan: Plan, workload: Workload, device: torch.device) -> Step:
         assert self.config is not None and self.corpus is not None and self.member is not None
         return loop.rehearse(self.config, plan, self.corpus, self.member)

@@ -11,7 +11,8 @@ import copy
 import math
 import os
 import statistics
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -40,13 +41,14 @@ from shardwise.emulation.engines import Subject, wrap
 from shardwise.emulation.networks import ClusterNetwork
 from shardwise.emulation.run import joined
 from shardwise.engine.api import local
+from shardwise.engine.capture import capture
 from shardwise.engine.engine import microbatches
 from shardwise.engine.torch_private import buffers_of, compiled_modules, parameters_of
 from shardwise.errors import UserError
 from shardwise.planning.memory import count_kept
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import as_arguments, recompute
-from shardwise.predict.ranking import Trial
+from shardwise.predict.ranking import HOST_BOUND, Captured, Trial
 from shardwise.predict.sources import as_example
 from shardwise.profiling import footprint, timing
 from shardwise.profiling.timing import Sample, Step
@@ -57,6 +59,11 @@ WARM_S, TIMED_S = 1.0, 1.0
 # On a CPU: seconds, and steps at most. The first ten of a process take up to a fifth more than the
 # later ones, which swing by a tenth for seconds (docs/log.md).
 HOST_WARM, HOST_TIMED = (1.5, 12), (2.0, 60)
+# On a GPU that waits for its host, which is shared and swings for seconds: so long.
+WAITING_S = 3.0
+# From so much of the step on that the host takes to issue it, the step is tried as a captured one.
+MAY_PAY = 0.5
+CAPTURING = 9  # calls until a captured step replays, and it is known whether that pays
 RANKS_PER_CORE = 2  # real ones on a CPU, at most
 
 
@@ -71,6 +78,11 @@ class Program:
     loss: Any = None
     about: str = ""  # what its step does beside training the model: another's trial is not its own
     compiled: tuple[str, ...] = ()  # modules of it, which a copy is not
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether a trial may try its step as a captured one: it is not one already."""
+        return True
 
     @classmethod
     def of(cls, model: Any, inputs: Any = None, loss: Any = None) -> Program:
@@ -215,15 +227,49 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
         ):
             step = program.start(plan, workload, device)
             timing.repeat(step, timing.time_on_cuda, WARMUP, WARM_S)
-            samples = timing.repeat(step, timing.time_on_cuda, STEPS, TIMED_S)
+            samples = time_steps(step)
             allocated, reserved = footprint.peaks_on_cuda(step)
+            captured, reason = try_captured(program, step, samples, left)
             del step
     except torch.OutOfMemoryError as error:
         raise UserError(f"{plan.title} ran out of memory when it was tried") from error
     finally:
         forget_compiled()
         footprint.free_device()
-    return sum_up(samples, allocated - left, reserved - left, "one rank, its network emulated")
+    trial = sum_up(samples, allocated - left, reserved - left, "one rank, its network emulated")
+    return replace(trial, captured=captured, uncaptured=reason)
+
+
+def time_steps(step: Step) -> list[Sample]:
+    """On a GPU, one after the other; for longer if it waits for the host."""
+    samples = timing.repeat(step, timing.time_on_cuda, STEPS, TIMED_S)
+    if statistics.median(s.cpu_ms / s.step_ms for s in samples) >= HOST_BOUND:
+        samples += timing.repeat(step, timing.time_on_cuda, 1, WAITING_S - TIMED_S)
+    return samples
+
+
+def try_captured(
+    program: Program, step: Step, samples: Sequence[Sample], left: int
+) -> tuple[Captured | None, str]:
+    """The same step replayed by `sw.capture`, where its host takes long enough that this may pay;
+    or why it cannot be captured. `left`: bytes that are not the step's.
+    """
+    waits = statistics.median(s.cpu_ms / s.step_ms for s in samples) >= MAY_PAY
+    if not waits or not program.may_capture:
+        return None, ""
+    captured = capture(step)
+    torch.cuda.reset_peak_memory_stats()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trial says why
+        for _ in range(CAPTURING):
+            captured()
+    if captured.reason is not None:
+        return None, captured.reason
+    timing.repeat(captured, timing.time_on_cuda, WARMUP, TIMED_S)
+    times = [s.step_ms for s in timing.repeat(captured, timing.time_on_cuda, STEPS, TIMED_S)]
+    torch.cuda.synchronize()
+    reserved = torch.cuda.max_memory_reserved() - left
+    return Captured(statistics.median(times), timing.spread(times), reserved), ""
 
 
 def forget_compiled() -> None:

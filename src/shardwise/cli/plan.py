@@ -282,6 +282,11 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
         if work.checkpoint != "none":
             print(f"  model = sw.recompute(model, {work.checkpoint!r})")
         print(f"  model = sw.shard(model, sw.Plan.from_json(Path({str(path)!r}).read_text()))")
+        if best.captured is not None:
+            print(
+                f"  step = sw.capture(step)  # {best.captured.step_ms:.1f} ms, not "
+                f"{best.step_ms:.1f}: the device does not wait for its host"
+            )
         print("(`shardwise train` has language models only, of its own.)")
         return
     settings = [
@@ -294,6 +299,8 @@ def _write(path: Path, question: Question, best: Candidate) -> None:
     else:
         settings.append(f"data.batch={best.workload.micro_batch}")
         settings.append(f"run.micro_batches={best.workload.micro_batches}")
+    if best.captured is not None:
+        settings.append("run.capture=true")
     print(f"\n{path} written. It runs with:")
     world, node = best.plan.world, question.load_cluster().ranks_per_node or best.plan.world
     each = math.gcd(world, node)

@@ -77,6 +77,32 @@ def title_of(plan: Plan, workload: Workload) -> str:
     return f"{plan.title} on {plan.replicate}x{plan.shard}, {work}"
 
 
+# Of its step, what a later run of a Plan that was tried may differ by; of one that was as quick as
+# its host, which is a CPU or waits for one: on shared machines 9 of 12 and 107 of 117 later runs
+# were within this (docs/log.md). A step is its host's from so much of it on.
+MEASURED, BY_HOST, HOST_BOUND = 0.05, 0.25, 0.9
+PAYS = 0.97  # a captured step that takes no more of the plain one is worth a line more in a program
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the same step took when `sw.capture` replayed it."""
+
+    step_ms: float
+    spread_ms: float
+    reserved_bytes: int  # the most, also while it was recorded
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        return _around(self.step_ms, self.spread_ms, MEASURED)
+
+
+def _around(step_ms: float, spread_ms: float, share: float) -> tuple[float, float]:
+    """By a factor: a busy machine's steps may spread by more than they take."""
+    factor = 1 + max(share, spread_ms / step_ms)
+    return step_ms / factor, step_ms * factor
+
+
 @dataclass(frozen=True)
 class Trial:
     """What some steps of a Plan took on this machine."""
@@ -87,6 +113,19 @@ class Trial:
     peak_bytes: int
     reserved_bytes: int | None  # from the device; None on a host
     how: str  # in words
+    captured: Captured | None = None  # None: not tried, or the step cannot be captured
+    uncaptured: str = ""  # why it cannot
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Trial:
+        """From what `dataclasses.asdict` made; TypeError from anything else."""
+        captured = values.get("captured")
+        return cls(**values | {"captured": captured and Captured(**captured)})
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        waits_for_host = self.host_ms >= HOST_BOUND * self.step_ms
+        return _around(self.step_ms, self.spread_ms, BY_HOST if waits_for_host else MEASURED)
 
 
 @dataclass(frozen=True)
@@ -164,6 +203,15 @@ class Candidate:
         return self.allocator_bytes + self.room.beside_bytes
 
     @property
+    def captured(self) -> Captured | None:
+        """The step captured, where that was tried, pays and fits."""
+        found = None if self.trial is None else self.trial.captured
+        if found is None or found.step_ms > PAYS * self.step_ms:
+            return None
+        needed = self.room.needed(self.peak_bytes, found.reserved_bytes)
+        return found if needed <= self.room.limit_bytes else None
+
+    @property
     def spare_gb(self) -> float:
         return (self.room.limit_bytes - self.needed_bytes) / GB
 
@@ -219,7 +267,15 @@ class Candidate:
             words += f" ({self.trial.how}, predicted {self.predicted_ms:.1f} ms)"
         if self.range_ms is not None:
             words += ", {:.1f} to {:.1f} ms".format(*self.range_ms)
+        if self.captured is not None:
+            words += f"; {self.show_captured()}"
         return words
+
+    def show_captured(self) -> str:
+        """The captured step, how a program gets it, and its range."""
+        assert self.captured is not None
+        low, high = self.captured.range_ms
+        return f"as sw.capture(step) {self.captured.step_ms:.1f} ms, {low:.1f} to {high:.1f}"
 
     def explain(self) -> str:
         """In sentences: time, memory, and where the step goes."""

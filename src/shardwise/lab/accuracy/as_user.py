@@ -3,7 +3,8 @@ trained as they train them.
 
 Each model is searched by its name (`sw.search`, which `shardwise plan` calls), without and with
 `measure`. Then the best Plan of each strategy, and one that was not tried, really runs: a program
-of its own, which shares no line with the trial, builds the model with values, shards it and steps.
+of its own, which shares its stopwatch with the trial and nothing else, builds the model with
+values, shards it and steps; where the trial captured the step, under `sw.capture` too.
 On a GPU it is one rank of 8 whose network is emulated; over gloo there are two real ranks.
 """
 
@@ -30,7 +31,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.calibration.calibrate import ask_ranks
 from shardwise.calibration.search import measured
-from shardwise.calibration.trial import Program, forget_compiled
+from shardwise.calibration.trial import Program, forget_compiled, time_steps
 from shardwise.description.cluster import Cluster
 from shardwise.description.language_model import OPTIMIZER
 from shardwise.description.workload import Workload
@@ -195,10 +196,19 @@ def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
         "alone_ms": before.step_ms,
         "alone_range_ms": before.range_ms,
         "alone_bytes": before.peak_bytes,
+        **_told_captured(candidate),
         **_needs(candidate, alone),
         "breakdown_ms": {name: ns / 1e6 for name, ns in before.breakdown.parts().items()},
         **took,
     }
+
+
+def _told_captured(candidate: Candidate) -> Row:
+    """What was said of the Plan's step under `sw.capture`, if that was tried."""
+    found = None if candidate.trial is None else candidate.trial.captured
+    if found is None:
+        return {}
+    return {"captured_predicted_ms": found.step_ms, "captured_range_ms": found.range_ms}
 
 
 # What the predictions are compared with.
@@ -254,14 +264,23 @@ def train(
     if place.part == "gloo":
         found: list[Row] = ask_ranks(train_as_rank, (model.name, place.scale, works), place.world)
         return found
-    pairs = zip(works, needs, strict=True)
-    return [_train_emulated(place, model, *work, needed) for work, needed in pairs]
+    return [
+        _train_emulated(place, model, *work, needed, bool(_told_captured(candidate)))
+        for work, needed, candidate in zip(works, needs, chosen, strict=True)
+    ]
 
 
 def _train_emulated(
-    place: Place, model: UserModel, plan: str, work: Workload, needs: dict[str, float]
+    place: Place,
+    model: UserModel,
+    plan: str,
+    work: Workload,
+    needs: dict[str, float],
+    captured: bool = False,
 ) -> Row:
-    """As the first of the emulated ranks; on a CPU only to try the benchmark."""
+    """As the first of the emulated ranks; on a CPU only to try the benchmark. `captured`: by
+    `sw.capture` too.
+    """
     cuda = place.device.startswith("cuda")
     left = footprint.free_device() if cuda else 0
     peaks: tuple[int | None, int | None] = (None, None)
@@ -274,7 +293,7 @@ def _train_emulated(
             timer = timing.timer_on(place.device)
             timing.repeat(step, timer, WARMUP, WARM_S if cuda else 0.0)
             called = sum(emulation.calls.values())
-            samples = timing.repeat(step, timer, STEPS, TIMED_S if cuda else 0.0)
+            samples = time_steps(step) if cuda else timing.repeat(step, timer, STEPS)
             if not sum(emulation.calls.values()) > called:
                 raise RuntimeError("no collective went over the emulated network")
             if cuda:
@@ -283,6 +302,8 @@ def _train_emulated(
                 # The larger first: a step that has no room leaves nothing to go on with.
                 for what in sorted(needs, key=needs.__getitem__, reverse=True):
                     within[f"fits_{what}"] = footprint.runs_within(step, int(needs[what]) + left)
+            if captured and all(within.values()):
+                within |= _train_captured(step)
             del step
     except Exception as error:
         if not isinstance(error, torch.OutOfMemoryError):
@@ -293,6 +314,17 @@ def _train_emulated(
         if cuda:
             footprint.free_device()
     return _tell(samples, *peaks) | within
+
+
+def _train_captured(step: Step) -> Row:
+    """The same program with one line more."""
+    replayed = sw.capture(step)
+    timing.repeat(replayed, timing.time_on_cuda, 3 * WARMUP, WARM_S)
+    samples = timing.repeat(replayed, timing.time_on_cuda, STEPS, TIMED_S)
+    if replayed.reason is not None:
+        return {"captured_error": replayed.reason}
+    told = _tell(samples, None, None)
+    return {f"captured_{name}": told[name] for name in ("measured_ms", "measured_spread_ms")}
 
 
 def train_as_rank(

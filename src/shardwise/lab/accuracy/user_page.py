@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.predict.ranking import PAYS
 from shardwise.profiling.results import Row, print_table
 
 NOISE = 0.01  # of a step: two that differ by less are in no order
@@ -27,11 +28,13 @@ GPU it is one rank of 8, its network emulated (`h200x8-measured`); over gloo two
 core each.
 
 *measured here*: the Plan was tried by `--measure`; *corrected*: another Plan of the ranking, whose
-prediction was corrected by these trials. *in* says whether the step lay in the stated range. Errors
-are predicted over measured. Memory is the peak of allocated bytes; *fits* says whether a step runs
-in no more than a search asks for (in rows from before that was tried, and on a CPU: whether the
-allocator took no more, with room to spare). An order is wrong if two
-strategies that differ by more than 1 % and more than their spread are ranked the other way round.
+prediction was corrected by these trials. *captured*: the same step under `sw.capture`, where its
+host takes half of it or more and it can be captured: said, taken, error. *in* says whether the step
+lay in the stated range. Errors are predicted over measured. Memory is the peak of allocated bytes;
+*fits* says whether a step runs in no more than a search asks for (in rows from before that was
+tried, and on a CPU: whether the allocator took no more, with room to spare). An order is wrong if
+two strategies that differ by more than 1 % and more than their spread are ranked the other way
+round.
 """
 
 
@@ -47,6 +50,20 @@ def inside(plan: Row, what: str) -> bool | None:
         return None
     low, high = plan[what]
     return bool(low <= plan["measured_ms"] <= high)
+
+
+def captured_error(plan: Row) -> float | None:
+    """The same of the step under `sw.capture`, where it was tried and ran."""
+    if not plan.get("captured_predicted_ms") or not plan.get("captured_measured_ms"):
+        return None
+    return float(plan["captured_predicted_ms"] / plan["captured_measured_ms"] - 1)
+
+
+def captured_inside(plan: Row) -> bool | None:
+    if captured_error(plan) is None:
+        return None
+    low, high = plan["captured_range_ms"]
+    return bool(low <= plan["captured_measured_ms"] <= high)
 
 
 def fits(plan: Row, what: str) -> bool | None:
@@ -165,6 +182,7 @@ def summarize(part: str, rows: Sequence[Row]) -> list[str]:
         more = f" ({'; '.join(names)})" if names else ""
         said.append(f"order wrong in {len(names)} of {pairs} pairs{more}")
         lines.append(f"{part}, {title}: {', '.join(said)}")
+    lines += _tell_captured(f"{part}, with --measure", tried)
     for strategy in dict.fromkeys(plan["strategy"] for plan in tried if "measured_ms" in plan):
         own = [plan for plan in tried if plan["strategy"] == strategy]
         lines.append(f"{part}, with --measure, {strategy}: {_told('step', own, 'predicted_ms')[0]}")
@@ -177,15 +195,40 @@ def summarize(part: str, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _tell_captured(title: str, tried: Sequence[Row]) -> list[str]:
+    errors = [apart for p in tried if (apart := captured_error(p)) is not None]
+    if not errors:
+        return []
+    held = [within for p in tried if (within := captured_inside(p)) is not None]
+    advised = [apart for p in tried if (apart := _advised_error(p)) is not None]
+    return [
+        f"{title}, under sw.capture: {_summed_up('step', errors)}, {sum(held)} of {len(held)} in "
+        "the stated range",
+        f"{title}, captured where that was said to pay: {_summed_up('step', advised)}",
+    ]
+
+
 def _told(name: str, plans: Sequence[Row], what: str) -> list[str]:
     errors = [found for plan in plans if (found := error(plan, what)) is not None]
     if not errors:
         return []
-    mean, worst = statistics.fmean(map(abs, errors)), max(errors, key=abs)
-    told = f"{name} within {mean:.1%} on average and {worst:+.1%} at worst ({len(errors)} Plans"
+    more = ""
     if what == "alone_ms":  # what a range has to cover
-        told += f"; they took {1 / (1 + max(errors)):.2f} to {1 / (1 + min(errors)):.2f} of it"
-    return [f"{told})"]
+        more = f"; they took {1 / (1 + max(errors)):.2f} to {1 / (1 + min(errors)):.2f} of it"
+    return [_summed_up(name, errors, more)]
+
+
+def _summed_up(name: str, errors: Sequence[float], more: str = "") -> str:
+    mean, worst = statistics.fmean(map(abs, errors)), max(errors, key=abs)
+    plans = f"{len(errors)} Plans{more}"
+    return f"{name} within {mean:.1%} on average and {worst:+.1%} at worst ({plans})"
+
+
+def _advised_error(plan: Row) -> float | None:
+    """Of the way that the plan's line names: captured, where that was said to be quicker."""
+    said, plain = plan.get("captured_predicted_ms"), plan["predicted_ms"]
+    pays = said is not None and said <= PAYS * plain
+    return captured_error(plan) if pays else error(plan, "predicted_ms")
 
 
 _PAGE: dict[str, Callable[[Row], str]] = {
@@ -204,6 +247,7 @@ _PAGE: dict[str, Callable[[Row], str]] = {
     "error ": _COLUMNS["memory"],
     "reserved": lambda p: _gb(p, "measured_reserved_bytes"),
     "fits": lambda p: {None: "", True: "right", False: "wrong"}[fits(p, "needed_bytes")],
+    "captured": lambda p: _show_captured(p),
     "without `--measure`": lambda p: "{:.1f} ({:.1f} to {:.1f}) ms".format(
         p["alone_ms"], *p["alone_range_ms"]
     ),
@@ -211,6 +255,19 @@ _PAGE: dict[str, Callable[[Row], str]] = {
     "in ": _COLUMNS["in "],
     "memory": lambda p: _percent(error(p, "alone_bytes")),
 }
+
+
+def _show_captured(plan: Row) -> str:
+    """What was said, what it took, and how far apart."""
+    if "captured_error" in plan:
+        return f"not captured: {plan['captured_error']}"
+    apart = captured_error(plan)
+    if apart is None:
+        return ""
+    said, took = plan["captured_predicted_ms"], plan["captured_measured_ms"]
+    return (
+        f"{said:.1f}, {took:.1f} ± {plan['captured_measured_spread_ms'] / 2:.1f} ms, {apart:+.1%}"
+    )
 
 
 def _gb(plan: Row, what: str) -> str:
