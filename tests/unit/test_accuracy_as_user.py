@@ -166,7 +166,7 @@ def test_what_rows_come_to() -> None:
 def test_captured_steps_are_told_beside_and_where_they_were_advised() -> None:
     said = {"captured_predicted_ms": 50.0, "captured_range_ms": [47.0, 53.0]}
     took = {"captured_measured_ms": 40.0, "captured_measured_spread_ms": 0.2}
-    pays = plan_row("ddp", 100.0, 200.0, **said, **took)
+    pays = plan_row("ddp", 100.0, 200.0, **said, **took, captured_advised=True)
     does_not = plan_row("zero2", 51.0, 51.0, **said, **took)
     failed = plan_row("zero3", 100.0, 125.0, captured_error="it draws on the host")
     row = {"key": "h200 a", "part": "h200", "case": "a", "plans": [pays, does_not, failed]}
@@ -174,7 +174,7 @@ def test_captured_steps_are_told_beside_and_where_they_were_advised() -> None:
     both = "under sw.capture: step within 25.0% on average and +25.0% at worst (2 Plans), 0 of 2 in"
     assert both in lines
     # ddp's captured step, zero2's and zero3's plain ones.
-    advised = "said to pay: step within 15.0% on average and +25.0% at worst (3 Plans)"
+    advised = "where that was advised: step within 15.0% on average and +25.0% at worst (3 Plans)"
     assert advised in lines
     assert user_page._PAGE["captured"](pays) == "50.0, 40.0 ± 0.1 ms, +25.0%"
     assert user_page._PAGE["captured"](failed) == "not captured: it draws on the host"

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.calibration.search import plan
 from shardwise.cli.plan import Question
-from shardwise.description.cluster import Cluster
+from shardwise.description.cluster import BESIDE, Cluster
 from shardwise.description.preset import load_preset
 from shardwise.description.workload import Workload
 from shardwise.planning.plan import Plan
@@ -65,12 +65,12 @@ def test_the_winner_is_explained_in_sentences(ranking) -> None:
 
 def test_a_device_holds_more_than_a_steps_tensors() -> None:
     device = CLUSTER.device
-    assert device.context_bytes > 0 and device.communicator_bytes > 0 and device.fragmentation > 0
+    assert all(getattr(device, name) > 0 for name in BESIDE)
     groups = {Plan.of("ddp", 1): 0, ZERO3: 1, Plan.of("ddp", 8): 1, Plan.of("hsdp", (2, 4)): 2}
     for plan_of, count in groups.items():
         room = Room.of(device, plan_of, 80e9)
         beside = device.context_bytes + count * device.communicator_bytes
-        allocator = 10e9 * (1 + device.fragmentation) * (1 + MEMORY_MARGIN)
+        allocator = (10e9 * (1 + device.fragmentation) + device.floor_bytes) * (1 + MEMORY_MARGIN)
         assert room.needed(10e9) == pytest.approx(allocator + beside)
         assert room.needed(room.most) == pytest.approx(80e9)
         # What the allocator took in a trial has its fragments in it.

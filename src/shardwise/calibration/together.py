@@ -186,6 +186,8 @@ class Ranks:
 
     def _run(self, program: Program, plan: Plan, workload: Workload, cluster: Cluster) -> _Taken:
         cuda, device = self.device.type == "cuda", self.device
+        if cuda:
+            footprint.meet_libraries(device)
         left = footprint.free_device() if cuda else 0
         network = emulate(ClusterNetwork(cluster)) if self.fake else nullcontext()
         with (

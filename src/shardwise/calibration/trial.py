@@ -217,6 +217,7 @@ def try_plan(program: Program, plan: Plan, workload: Workload, cluster: Cluster)
             f"{plan.title} keeps {needed / 1e9:.1f} GB on a rank without activations, and the GPU "
             f"has {free / 1e9:.1f} GB free"
         )
+    footprint.meet_libraries(device)
     left = footprint.free_device()
     try:
         # A GPU that waits for the garbage collector clocks up.

@@ -22,7 +22,7 @@ FOLDER = resources.files("shardwise.description") / "clusters"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 # Of a device's memory, what a step's tensors cannot have.
-BESIDE = ("context_bytes", "communicator_bytes", "fragmentation")
+BESIDE = ("context_bytes", "communicator_bytes", "fragmentation", "floor_bytes")
 
 Positive = Annotated[float, finite(1)]  # bytes and FLOPs, and those per second
 
@@ -101,10 +101,12 @@ class Device:
     matmul: tuple[MatmulRate, ...]
     attention_fraction: Share = 0.5  # of the matmul peak, that a fused attention kernel reaches
     # BESIDE: the driver's context with the kernels that were loaded; NCCL's buffers for each group
-    # that a rank is in; as a share of allocated bytes, what the allocator took and cannot lend.
+    # that a rank is in; as a share of allocated bytes, what the allocator took and cannot lend; and
+    # what it takes for any step: pages of every stream, libraries' workspaces.
     context_bytes: NotNegative = 0.0
     communicator_bytes: NotNegative = 0.0
     fragmentation: NotNegative = 0.0
+    floor_bytes: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self, f"device {self.name}: ")

@@ -43,18 +43,19 @@ class Room:
     limit_bytes: float
     beside_bytes: float  # the context, NCCL's buffers
     per_byte: float  # what the allocator takes for each byte of the peak
+    floor_bytes: float = 0.0  # and for any step
 
     @classmethod
     def of(cls, device: Device, plan: Plan, limit: float) -> Room:
         groups = (plan.replicate > 1) + (plan.shard > 1)
         beside = device.context_bytes + groups * device.communicator_bytes
-        return cls(limit, beside, 1 + device.fragmentation)
+        return cls(limit, beside, 1 + device.fragmentation, device.floor_bytes)
 
     def allocator_bytes(self, peak: float, reserved: float = 0) -> float:
         """What torch's allocator must be able to take, with the margin to spare; `reserved` is
         what it took in a trial.
         """
-        return max(peak * self.per_byte, reserved) * (1 + MEMORY_MARGIN)
+        return max(peak * self.per_byte + self.floor_bytes, reserved) * (1 + MEMORY_MARGIN)
 
     def needed(self, peak: float, reserved: float = 0) -> float:
         """What the device must have."""
@@ -63,8 +64,8 @@ class Room:
     @property
     def most(self) -> float:
         """The largest peak that fits."""
-        free = self.limit_bytes - self.beside_bytes
-        return max(0.0, free) / (1 + MEMORY_MARGIN) / self.per_byte
+        free = (self.limit_bytes - self.beside_bytes) / (1 + MEMORY_MARGIN)
+        return max(0.0, free - self.floor_bytes) / self.per_byte
 
 
 def show_gb(nbytes: float) -> str:
@@ -81,7 +82,9 @@ def title_of(plan: Plan, workload: Workload) -> str:
 # its host, which is a CPU or waits for one: on shared machines 9 of 12 and 107 of 117 later runs
 # were within this (docs/log.md). A step is its host's from so much of it on.
 MEASURED, BY_HOST, HOST_BOUND = 0.05, 0.25, 0.9
-PAYS = 0.97  # a captured step that takes no more of the plain one is worth a line more in a program
+# A captured step that takes no more of the plain one is worth a line more in a program; of one that
+# waits for its host no more than so much: it is steady where the host is not.
+PAYS, STEADIES = 0.97, 1.03
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,20 @@ class Trial:
         return cls(**values | {"captured": captured and Captured(**captured)})
 
     @property
+    def waits_for_host(self) -> bool:
+        return self.host_ms >= HOST_BOUND * self.step_ms
+
+    @property
     def range_ms(self) -> tuple[float, float]:
-        waits_for_host = self.host_ms >= HOST_BOUND * self.step_ms
-        return _around(self.step_ms, self.spread_ms, BY_HOST if waits_for_host else MEASURED)
+        share = BY_HOST if self.waits_for_host else MEASURED
+        return _around(self.step_ms, self.spread_ms, share)
+
+    @property
+    def capture_pays(self) -> bool:
+        if self.captured is None:
+            return False
+        most = STEADIES if self.waits_for_host else PAYS
+        return self.captured.step_ms <= most * self.step_ms
 
 
 @dataclass(frozen=True)
@@ -205,11 +219,10 @@ class Candidate:
     @property
     def captured(self) -> Captured | None:
         """The step captured, where that was tried, pays and fits."""
-        found = None if self.trial is None else self.trial.captured
-        if found is None or found.step_ms > PAYS * self.step_ms:
+        if self.trial is None or self.trial.captured is None or not self.trial.capture_pays:
             return None
-        needed = self.room.needed(self.peak_bytes, found.reserved_bytes)
-        return found if needed <= self.room.limit_bytes else None
+        needed = self.room.needed(self.peak_bytes, self.trial.captured.reserved_bytes)
+        return self.trial.captured if needed <= self.room.limit_bytes else None
 
     @property
     def spare_gb(self) -> float:

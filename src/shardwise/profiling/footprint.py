@@ -113,6 +113,14 @@ def largest_blocks() -> str:
     return ", ".join(f"{times} x {size / 2**20:.1f} MiB" for size, times in largest)
 
 
+def meet_libraries(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Let cuBLAS take its workspaces, one in forward's thread and one in backward's: they stay, so
+    a step that comes first is not to be blamed for them.
+    """
+    square = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+    (square @ square).sum().backward()
+
+
 def free_device(workspaces: bool = False) -> int:
     """Give back what the last candidate held. The bytes that stay (inputs, libraries' workspace)
     are not the next one's: subtract them from its peak. `workspaces`: cuBLAS's too, one for each

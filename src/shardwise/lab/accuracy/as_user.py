@@ -208,7 +208,11 @@ def _told_captured(candidate: Candidate) -> Row:
     found = None if candidate.trial is None else candidate.trial.captured
     if found is None:
         return {}
-    return {"captured_predicted_ms": found.step_ms, "captured_range_ms": found.range_ms}
+    return {
+        "captured_predicted_ms": found.step_ms,
+        "captured_range_ms": found.range_ms,
+        "captured_advised": candidate.captured is not None,
+    }
 
 
 # What the predictions are compared with.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.predict.ranking import PAYS
 from shardwise.profiling.results import Row, print_table
 
 NOISE = 0.01  # of a step: two that differ by less are in no order
@@ -204,7 +203,7 @@ def _tell_captured(title: str, tried: Sequence[Row]) -> list[str]:
     return [
         f"{title}, under sw.capture: {_summed_up('step', errors)}, {sum(held)} of {len(held)} in "
         "the stated range",
-        f"{title}, captured where that was said to pay: {_summed_up('step', advised)}",
+        f"{title}, captured where that was advised: {_summed_up('step', advised)}",
     ]
 
 
@@ -225,10 +224,9 @@ def _summed_up(name: str, errors: Sequence[float], more: str = "") -> str:
 
 
 def _advised_error(plan: Row) -> float | None:
-    """Of the way that the plan's line names: captured, where that was said to be quicker."""
-    said, plain = plan.get("captured_predicted_ms"), plan["predicted_ms"]
-    pays = said is not None and said <= PAYS * plain
-    return captured_error(plan) if pays else error(plan, "predicted_ms")
+    """Of the way that the plan's line names: captured, where that was advised."""
+    advised = plan.get("captured_advised", False)
+    return captured_error(plan) if advised else error(plan, "predicted_ms")
 
 
 _PAGE: dict[str, Callable[[Row], str]] = {
