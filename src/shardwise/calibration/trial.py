@@ -60,7 +60,7 @@ WARM_S, TIMED_S = 1.0, 1.0
 # later ones, which swing by a tenth for seconds (docs/log.md).
 HOST_WARM, HOST_TIMED = (1.5, 12), (2.0, 60)
 # On a GPU that waits for its host, which is shared and swings for seconds: so long.
-WAITING_S = 3.0
+WAITING_S = 2.0
 # From so much of the step on that the host takes to issue it, the step is tried as a captured one.
 MAY_PAY = 0.5
 CAPTURING = 9  # calls until a captured step replays, and it is known whether that pays
