@@ -1,18 +1,31 @@
-"""Convolutions and norms over images: their kinds, and what they cost."""
+"""Convolutions and norms over images: their kinds, their costs, what calibration says of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.description.cluster import Cluster, Device, MatmulRate
+from shardwise.calibration.calibrate import assemble
+from shardwise.calibration.images import TimedImages, _cases, _describe, _draw
+from shardwise.calibration.measure import (
+    QUICK,
+    Effort,
+    Findings,
+    HostFindings,
+    Sampled,
+    measure_device,
+)
+from shardwise.description.cluster import Cluster, Device, MatmulPoint, MatmulRate
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
 from shardwise.description.model import KernelFact, ModelDescription
 from shardwise.predict.cost import Costs
 from shardwise.predict.describe import describe
+
+HOST = HostFindings(Sampled(2e-5, 0), Sampled(3e-4, 0), Sampled(4e-5, 0))
 
 
 def kernels(described: ModelDescription, op: str) -> list[KernelFact]:
@@ -110,3 +123,62 @@ def test_a_file_says_what_convolutions_and_norms_reach_and_older_ones_load() -> 
     assert again.device == told
     with pytest.raises(ValueError, match="convolution_fraction is 0, expected above 0"):
         dataclasses.replace(rate, convolution_fraction=0)
+
+
+def test_calibration_finds_the_factors_that_times_were_made_of() -> None:
+    points = [MatmulPoint(1024, 1024, 1024, 3e14), MatmulPoint(4096, 4096, 4096, 6e14)]
+    found = Findings(
+        {"bfloat16": points}, {"bfloat16": Sampled(2e14, 0)}, Sampled(4e12, 0), Sampled(1e-9, 0)
+    )
+    bare = assemble("mine", found, HOST, "cpu", 1, Cluster.load("h200x8")).cluster
+    rate = dataclasses.replace(
+        bare.device.matmul[0], convolution_fraction=0.4, depthwise_fraction=0.01
+    )
+    device = dataclasses.replace(
+        bare.device,
+        matmul=(rate,),
+        plain_image_traffic=2.5,
+        batch_norm_traffic=3.0,
+        group_norm_traffic=1.5,
+    )
+    costs = Costs(dataclasses.replace(bare, device=device))
+    for name, run, shapes, last in _cases(1, 1):
+        tensors = _draw(shapes, "meta", torch.bfloat16, last)
+        cost = _describe(run, tensors)
+        seconds = sum(costs.kernel(kernel) for kernel in cost)
+        found.images.append(TimedImages(name, "bfloat16", last, cost, seconds))
+    made = assemble("mine", found, HOST, "cpu", 1, Cluster.load("h200x8"))
+    fitted = made.cluster.device
+    assert fitted.matmul[0].convolution_fraction == pytest.approx(0.4)
+    assert fitted.matmul[0].depthwise_fraction == pytest.approx(0.01)
+    assert fitted.plain_image_traffic == pytest.approx(2.5)
+    assert fitted.batch_norm_traffic == pytest.approx(3.0)
+    assert fitted.group_norm_traffic == pytest.approx(1.5)
+    text = write_cluster(made.cluster, made.spreads)
+    told = 'source = "measured by shardwise calibrate'
+    for key in ("convolution_fraction", "plain_image_traffic", "batch_norm_traffic"):
+        (line,) = [line for line in text.splitlines() if line.startswith(key)]
+        assert told in line and "spread = " in line
+    assert parse_cluster(text, "mine.toml").device.matmul[0].convolution_fraction == 0.4
+
+
+def test_a_cpu_measures_its_images() -> None:
+    effort: Effort = dataclasses.replace(QUICK, dtypes=("float32", "bfloat16"))
+    found = measure_device("cpu", effort, lambda: None, lambda text: None)
+    assert {(i.dtype, i.kind) for i in found.images} == {
+        (dtype, kind)
+        for dtype in ("float32", "bfloat16")
+        for kind in ("convolution", "depthwise", "batch_norm", "group_norm")
+    }
+    made = assemble("mine", found, HOST, "cpu", 1, None)
+    device = made.cluster.device
+    assert math.isfinite(device.plain_image_traffic) and device.plain_image_traffic >= 0
+    assert device.batch_norm_traffic > 0 and device.group_norm_traffic > 0
+    for rate in device.matmul:
+        for share in (rate.convolution_fraction, rate.depthwise_fraction):
+            assert math.isfinite(share) and share > 0
+    # The factors are those of these times: what memory bounds is met in the middle.
+    costs = Costs.of(made.cluster)
+    norms = [i for i in found.images if i.kind == "batch_norm" and i.dtype == device.compute_dtype]
+    moved = [device.batch_norm_traffic * i.copy_s(costs) for i in norms]
+    assert sum(m <= i.seconds for m, i in zip(moved, norms, strict=True)) == len(norms) // 2
