@@ -10,16 +10,18 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import statistics
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.calibration.images import fit
 from shardwise.calibration.measure import (
     CPU,
     CUDA,
@@ -45,9 +47,12 @@ from shardwise.description.cluster import (
     Protocol,
 )
 from shardwise.errors import UserError
-from shardwise.profiling.timing import describe_environment
+from shardwise.predict.cost import Costs
+from shardwise.profiling.timing import describe_environment, spread
 from shardwise.trainer.group import open_group
 from shardwise.trainer.launch import joined, start_ranks
+
+T = TypeVar("T", Device, MatmulRate)
 
 
 @dataclass(frozen=True)
@@ -215,8 +220,28 @@ def assemble(
             if key.startswith(taken):
                 book.sources[key] = f"cluster {links.name}: {source}"
                 book.spreads.pop(key, None)
-    cluster = Cluster(name, made, levels, served, contention, tuple(book.sources.items()))
-    return Calibrated(cluster, book.spreads)
+    cluster = Cluster(name, made, levels, served, contention)
+    made = _with_images(cluster, found, book)
+    return Calibrated(
+        dataclasses.replace(cluster, device=made, sources=tuple(book.sources.items())),
+        book.spreads,
+    )
+
+
+def _with_images(cluster: Cluster, found: Findings, book: _Book) -> Device:
+    """The cluster's device with the factors of convolutions and norms."""
+    taken: dict[str, Any] = {}
+    for key, samples in fit(Costs.of(cluster), found.images).items() if found.images else ():
+        taken[key] = book.sample(key, Sampled(statistics.median(samples), spread(samples)))
+        book.sources[key] += ": images forward and backward, median of the cases"
+
+    def with_its_own(held: T, path: str) -> T:
+        named = {f.name: f"{path}.{f.name}" for f in dataclasses.fields(held)}
+        return dataclasses.replace(held, **{n: taken[k] for n, k in named.items() if k in taken})
+
+    device = with_its_own(cluster.device, "device")
+    rates = [with_its_own(rate, f"device.matmul.{rate.dtype}") for rate in device.matmul]
+    return dataclasses.replace(device, matmul=tuple(rates))
 
 
 class _Book:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from shardwise.calibration.images import TimedImages, measure_images
 from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
 from shardwise.emulation.run import fake_group
 from shardwise.engine.api import shard
@@ -40,6 +41,7 @@ from shardwise.profiling.timing import (
 Tell = Callable[[str], None]
 MOST_SHARE = 0.95  # of the compute, that communication may take beside it
 LAUNCH_CYCLES = 40_000  # of a GPU, while its host launches one kernel: about 20 us
+IMAGE_LAUNCHES = 20  # what a convolution or a norm and its backward take the host, as launches
 MOST_LAUNCHES = 400  # fewer than a stream holds before the host has to wait
 HOST_WORLD = 8  # ranks of the fake group that the host's own work is measured with
 CAST_BYTES = 2**10  # of a bucket there: a block of the chain, as a unit is where things are sharded
@@ -79,6 +81,7 @@ class Effort:
     copy_bytes: int = 2**26
     sizes: tuple[int, ...] = ()
     attention: tuple[int, int, int, int] = (1, 4, 512, 64)  # batch, heads, length, width
+    image_cut: tuple[int, int] = (1, 1)  # of the batches and the sides of images
     longest_s: float = 2.0  # a product that takes longer is measured once
     quickest: bool = False  # take the quickest sample, not the median
 
@@ -86,6 +89,12 @@ class Effort:
         """The figure that these times stand for."""
         value = min(samples) if self.quickest else statistics.median(samples)
         return Sampled(value, spread(samples))
+
+    def for_images(self) -> Effort:
+        """A few short samples: many cases, whose median counts."""
+        return dataclasses.replace(
+            self, samples=min(5, self.samples), seconds=min(0.005, self.seconds)
+        )
 
     def for_a_busy_machine(self) -> Effort:
         """Many short samples, of which the quickest counts."""
@@ -99,6 +108,7 @@ CPU = Effort(
         for n, k in ((128, 128), (384, 128), (128, 384), (512, 512), (2048, 512), (512, 2048))
     ),
     sizes=tuple(2**p for p in range(10, 25, 2)),
+    image_cut=(32, 4),
 )
 CUDA = Effort(
     samples=15,
@@ -128,6 +138,7 @@ QUICK = Effort(
     copy_bytes=2**22,
     sizes=(2**10, 2**16, 2**20),
     attention=(1, 2, 64, 32),
+    image_cut=(64, 8),
 )
 
 
@@ -139,6 +150,7 @@ class Findings:
     attention: dict[str, Sampled]  # FLOP/s
     copy: Sampled  # bytes read and written per second
     kernel: Sampled  # seconds of the shortest one
+    images: list[TimedImages] = field(default_factory=list)  # convolutions and norms
     collectives: list[CollectivePoint] = field(default_factory=list)  # of each kind, by bytes
     between_hosts: list[CollectivePoint] = field(default_factory=list)  # where there are several
     issue: Sampled = NOTHING  # of one collective, host seconds
@@ -155,8 +167,8 @@ class HostFindings:
 
 
 def measure_device(device: str, effort: Effort, ready: Callable[[], None], tell: Tell) -> Findings:
-    """Products, attention, copies and the shortest kernel of one device. `ready` is called before
-    each sample: a barrier of the ranks.
+    """Products, attention, copies, the shortest kernel and images of one device. `ready` is called
+    before each sample: a barrier of the ranks.
     """
     timer = _timer(device, effort, ready)
     matmul, attention = {}, {}
@@ -171,7 +183,10 @@ def measure_device(device: str, effort: Effort, ready: Callable[[], None], tell:
     copy = timer(lambda: target.copy_(source)).as_rate(2 * source.nbytes)
     tell("the shortest kernel")
     tiny = torch.zeros(8, device=device)
-    return Findings(matmul, attention, copy, timer(lambda: tiny.add_(1.0)))
+    kernel = timer(lambda: tiny.add_(1.0))
+    imaging = _timer(device, effort.for_images(), ready, IMAGE_LAUNCHES)
+    images = measure_images(device, effort.dtypes, effort.image_cut, imaging, tell)
+    return Findings(matmul, attention, copy, kernel, images)
 
 
 def measure_links(
@@ -287,11 +302,15 @@ def _time_together(
     return _slowest_of_all(time.perf_counter() - began)
 
 
-def _timer(device: str, effort: Effort, ready: Callable[[], None]) -> Timer:
-    """What times calls on this device."""
+def _timer(device: str, effort: Effort, ready: Callable[[], None], launches: int = 1) -> Timer:
+    """What times calls on this device, which take the host as long as so many launches."""
     cuda = device == "cuda"
-    sample = _sample_on_cuda if cuda else functools.partial(_sample_on_host, ready)
-    first, most = (2, MOST_LAUNCHES) if cuda else (1, math.inf)
+    sample: Callable[[Callable[[], Any], int], float] = (
+        functools.partial(_sample_on_cuda, launches)
+        if cuda
+        else functools.partial(_sample_on_host, ready)
+    )
+    first, most = (2, MOST_LAUNCHES // launches) if cuda else (1, math.inf)
 
     def timer(call: Callable[[], Any]) -> Sampled:
         """Seconds of one call, repeated often enough for the clock."""
@@ -313,10 +332,10 @@ def _sample_on_host(ready: Callable[[], None], call: Callable[[], Any], times: i
     return (time.perf_counter() - began) / times
 
 
-def _sample_on_cuda(call: Callable[[], Any], times: int) -> float:
+def _sample_on_cuda(launches: int, call: Callable[[], Any], times: int) -> float:
     # Between long kernels the host's time is next to nothing: the clock is that of a device under
     # load.
-    return time_launches(call, times, times * LAUNCH_CYCLES)
+    return time_launches(call, times, times * launches * LAUNCH_CYCLES)
 
 
 def _measure_products(device: str, dtype: str, effort: Effort, timer: Timer) -> list[MatmulPoint]:

@@ -13,9 +13,10 @@ from typing import Any
 from shardwise.cli.help import HelpFormatter
 
 _HELP = """\
-Measures matrix products by shape and dtype, attention, memory bandwidth, the collectives of gloo
-ranks that it starts itself, and what the host takes to issue work. Under torchrun its ranks are
-used; on several hosts collectives are measured inside a host, between hosts, and over all ranks.
+Measures matrix products by shape and dtype, attention, convolutions and norms over images, memory
+bandwidth, the collectives of gloo ranks that it starts itself, and what the host takes to issue
+work. Under torchrun its ranks are used; on several hosts collectives are measured inside a host,
+between hosts, and over all ranks.
 The file has the median of each figure with its interquartile range (`spread`) and its source, and
 is a cluster that `shardwise plan --cluster FILE.toml` reads. Run it while nothing else runs.
 
@@ -152,6 +153,9 @@ def summarize(cluster: Any, spreads: dict[str, float]) -> str:
     for rate in device.matmul:
         key = f"device.matmul.{rate.dtype}.peak"
         lines.append(f"  best {rate.dtype} product      {show(key, rate.peak, 'GFLOP/s', 1e9)}")
+        key = f"device.matmul.{rate.dtype}.convolution_fraction"
+        share = show(key, rate.convolution_fraction, "of a product's rate", 1.0)
+        lines.append(f"  {rate.dtype} convolutions      {share}")
     lines.append(f"  memory, read and written  {copy}")
     for level in cluster.levels:
         rate = level.bandwidth_bytes_per_s / 1e9

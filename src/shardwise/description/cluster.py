@@ -25,6 +25,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 BESIDE = ("context_bytes", "communicator_bytes", "fragmentation", "floor_bytes")
 
 Positive = Annotated[float, finite(1)]  # bytes and FLOPs, and those per second
+Factor = Annotated[float, ABOVE_0]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class MatmulRate:
     peak: Positive
     fraction: float
     points: tuple[MatmulPoint, ...] = ()
+    # Of the rate of the product that it is, what a convolution reaches. Above 1 in fp32 where cuDNN
+    # may round to TF32, as it may by torch's default, and products may not.
+    convolution_fraction: Factor = 1.0
+    depthwise_fraction: Factor = 1.0  # of a channel each: no tensor core does these
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZES:
@@ -100,6 +105,12 @@ class Device:
     kernel_s: NotNegative  # the least time of any kernel
     matmul: tuple[MatmulRate, ...]
     attention_fraction: Share = 0.5  # of the matmul peak, that a fused attention kernel reaches
+    # Bytes that a convolution moves beside each of its own where images are not channels-last: its
+    # libraries lay them and the weight anew, and the result back.
+    plain_image_traffic: NotNegative = 0.0
+    # Bytes that such a norm moves in training for each byte of what it reads and writes, once each.
+    batch_norm_traffic: Factor = 1.0
+    group_norm_traffic: Factor = 1.0
     # BESIDE: the driver's context with the kernels that were loaded; NCCL's buffers for each group
     # that a rank is in; as a share of allocated bytes, what the allocator took and cannot lend; and
     # what it takes for any step: pages of every stream, libraries' workspaces.

@@ -26,8 +26,11 @@ from shardwise.description.parameters import ParameterSpec, UnitSpec
 if TYPE_CHECKING:
     from torch import nn
 
-KernelKind = Literal["matmul", "attention", "elementwise", "other"]
+KernelKind = Literal[
+    "matmul", "convolution", "attention", "batch_norm", "group_norm", "elementwise", "other"
+]
 KERNEL_KINDS: tuple[str, ...] = get_args(KernelKind)
+PRODUCTS = ("matmul", "convolution")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,11 @@ class KernelFact:
     """`count` equal kernels: the work of one of them, and its shape where its speed depends on it.
 
     matmul: `shape` is (m, n, k) of a product (m, k) x (k, n), done `batch` times in one kernel.
+    convolution: the same of the product that it is, a row for every place of the smaller image;
+        `batch` is its groups. It is `plain` where neither image nor weight is channels-last; not
+        if it is depthwise, as no layout is better for those.
     attention: (batch, query heads, queries, keys, head width); a causal one counts half its FLOPs.
+    batch_norm and group_norm: () ; in training, where statistics are another pass over the bytes.
     elementwise and other: () ; what counts is the bytes read and written.
     """
 
@@ -47,16 +54,22 @@ class KernelFact:
     batch: Count = 1
     count: Count = 1
     op: str = ""  # the operator's name, for people
+    plain: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KERNEL_KINDS:
             raise ValueError(f"kernel kind {self.kind!r}, expected one of {KERNEL_KINDS}")
         check_bounds(self)
-        lengths = {"matmul": 3, "attention": 5}
+        lengths = {**dict.fromkeys(PRODUCTS, 3), "attention": 5}
         if self.kind in lengths and len(self.shape) != lengths[self.kind]:
             raise ValueError(
                 f"a {self.kind} kernel has {lengths[self.kind]} sizes, got shape {self.shape}"
             )
+
+    @property
+    def is_depthwise(self) -> bool:
+        """A convolution whose filters see one channel each."""
+        return self.kind == "convolution" and self.batch > 1 and self.shape[1] == 1
 
     @property
     def total_flops(self) -> float:
@@ -189,7 +202,7 @@ class ModelDescription:
         flops: dict[str, float] = {}
         for _, segment in self.segments:
             for kernel in segment.forward.kernels:
-                if kernel.kind == "matmul":
+                if kernel.kind in PRODUCTS:
                     flops[kernel.dtype] = flops.get(kernel.dtype, 0.0) + kernel.flops * kernel.count
         return max(flops, key=lambda dtype: flops[dtype], default=None)
 

@@ -45,18 +45,30 @@ class Costs:
 
     def kernel(self, kernel: KernelFact) -> float:
         """Seconds of one of the kernels: its arithmetic or its memory traffic, whichever takes
-        longer, and at least the shortest kernel.
+        longer, and at least the shortest kernel; before and after it images are laid anew.
         """
         device = self.cluster.device
-        seconds = max(device.kernel_s, kernel.bytes / device.copy_bytes_per_s)
-        if kernel.kind == "matmul":
-            m, n, k = kernel.shape
-            rate = device.rate_of(kernel.dtype).rate(max(1, m * kernel.batch), max(1, n), max(1, k))
-            seconds = max(seconds, kernel.flops / rate)
-        elif kernel.kind == "attention":
-            rate = device.rate_of(kernel.dtype).peak * device.attention_fraction
-            seconds = max(seconds, kernel.flops / rate)
+        passes = {
+            "batch_norm": device.batch_norm_traffic,
+            "group_norm": device.group_norm_traffic,
+        }.get(kernel.kind, 1.0)
+        seconds = max(device.kernel_s, passes * kernel.bytes / device.copy_bytes_per_s)
+        if kernel.shape:
+            seconds = max(seconds, kernel.flops / self.flops_per_s(kernel))
+        if kernel.plain:
+            seconds += device.plain_image_traffic * kernel.bytes / device.copy_bytes_per_s
         return seconds
+
+    def flops_per_s(self, kernel: KernelFact) -> float:
+        """The rate of a kernel that has FLOPs."""
+        rates = self.cluster.device.rate_of(kernel.dtype)
+        if kernel.kind == "attention":
+            return rates.peak * self.cluster.device.attention_fraction
+        m, n, k = kernel.shape
+        rate = rates.rate(max(1, m * kernel.batch), max(1, n), max(1, k))
+        if kernel.kind == "convolution":
+            rate *= rates.depthwise_fraction if kernel.is_depthwise else rates.convolution_fraction
+        return rate
 
     def compute(self, part: PassFacts) -> float:
         """Seconds of all kernels of a pass, one after the other."""

@@ -1,7 +1,7 @@
 """What one operator costs: its kind, its FLOPs and the bytes it moves, from the shapes it is given.
 
 Only matrix products, convolutions and fused attention have FLOPs; what everything else costs is the
-memory it reads and writes.
+memory it reads and writes. What a device makes of a kind is in `predict/cost.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.description.model import KernelFact
+from shardwise.description.model import KernelFact, KernelKind
 from shardwise.description.parameters import dtype_name
 from shardwise.description.tracing.torch_private import pytree, schema_of
 
@@ -38,6 +38,18 @@ _FREE_OPS = {
 # Read a few rows of a large table: the table's size does not count.
 _LOOKUPS = {"aten::embedding", "aten::index", "aten::gather", "aten::index_select"}
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}  # not tagged as pointwise
+_NORMS: Mapping[str, KernelKind] = {
+    "aten::native_batch_norm": "batch_norm",
+    "aten::_native_batch_norm_legit": "batch_norm",
+    "aten::_native_batch_norm_legit_functional": "batch_norm",
+    "aten::_batch_norm_with_update": "batch_norm",
+    "aten::cudnn_batch_norm": "batch_norm",
+    "aten::native_batch_norm_backward": "batch_norm",
+    "aten::batch_norm_backward": "batch_norm",
+    "aten::cudnn_batch_norm_backward": "batch_norm",
+    "aten::native_group_norm": "group_norm",
+    "aten::native_group_norm_backward": "group_norm",
+}
 
 
 def cost_of(
@@ -56,13 +68,21 @@ def cost_of(
         return formula(_bind(op, args, kwargs), outputs, name.partition("::")[2])
     read = [*outputs, *inputs[1:]] if name in _LOOKUPS else inputs
     pointwise = torch.Tag.pointwise in op.tags or name in _COPIES
+    kind: KernelKind = "elementwise" if pointwise else "other"
+    if name in _NORMS and _trains(_bind(op, args, kwargs)):
+        kind = _NORMS[name]
     return KernelFact(
-        kind="elementwise" if pointwise else "other",
+        kind=kind,
         flops=0.0,
         bytes=float(sum(_bytes(t) for t in (*read, *outputs))),
         dtype=dtype_name((outputs or inputs)[0].dtype),
         op=name.partition("::")[2],
     )
+
+
+def _trains(given: Mapping[str, Any]) -> bool:
+    """Not where a batch norm is given its statistics."""
+    return bool(given.get("training", given.get("train", True)))
 
 
 def _is_view(op: Any) -> bool:
@@ -139,26 +159,37 @@ def _factors(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _convolution(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
-    image = given["input"] if given["transposed"] else outputs[0]
-    return _as_product(given["weight"], image, outputs[0].dtype, given["groups"], 1, op)
+    return _as_product(given, outputs[0], 1, op)
 
 
-def _convolution_backward(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
-    image = given["input"] if given["transposed"] else given["grad_output"]
-    times = sum(given["output_mask"][:2])  # the gradients of the input and of the weight
-    dtype = given["grad_output"].dtype
-    return _as_product(given["weight"], image, dtype, given["groups"], times, op)
+def _convolution_backward(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
+    """The gradients of the input and of the weight: each is a product of forward's size."""
+    return _as_product(given, given["grad_output"], max(1, sum(given["output_mask"][:2])), op)
 
 
-def _as_product(
-    weight: Tensor, image: Tensor, dtype: torch.dtype, groups: int, times: int, op: str
-) -> KernelFact:
-    """A convolution as the matrix product it is: one row for every place of the smaller image."""
+def _as_product(given: dict[str, Any], result: Tensor, times: int, op: str) -> KernelFact:
+    """A convolution as the matrix product it is: one row for every place of the smaller image. It
+    moves both images and the weight, whichever of the three it makes.
+    """
+    source, weight, groups = given["input"], given["weight"], given["groups"]
+    image = source if given["transposed"] else result
     rows = image.shape[0] * math.prod(image.shape[2:])
-    filters, width = weight.shape[0], math.prod(weight.shape[1:])
-    once = matmul_kernel(rows, max(1, filters // groups), width, dtype, batch=groups, op=op)
-    times = max(1, times)
-    return dataclasses.replace(once, flops=once.flops * times, bytes=once.bytes * times)
+    filters, width = weight.shape[0] // groups, math.prod(weight.shape[1:])
+    once = matmul_kernel(rows, max(1, filters), width, result.dtype, batch=groups, op=op)
+    made = dataclasses.replace(
+        once,
+        kind="convolution",
+        flops=once.flops * times,
+        bytes=float((source.nbytes + result.nbytes + weight.nbytes) * times),
+    )
+    # As cuDNN: one of the two is enough. On the meta device results are plain in any case.
+    last = _has_channels_last(source) or _has_channels_last(weight)
+    return dataclasses.replace(made, plain=not (last or made.is_depthwise))
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    several = math.prod(tensor.shape[1:]) > 1
+    return several and tensor.stride(1) == 1 and tensor.stride(-1) == tensor.shape[1]
 
 
 def attention_kernel(

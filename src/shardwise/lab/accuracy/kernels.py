@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwise.description.model import KernelFact, ModelDescription, PassFacts
+from shardwise.description.model import PRODUCTS, KernelFact, ModelDescription, PassFacts
 from shardwise.description.preset import Size
 from shardwise.planning.plan import DTYPES
 from shardwise.profiling.timing import time_launches
@@ -105,7 +105,7 @@ def passes(description: ModelDescription) -> Iterable[tuple[PassFacts, str]]:
 
 
 def key_of(kernel: KernelFact, direction: str, widths: Widths) -> str:
-    layout = _layout(kernel, direction, widths) if kernel.kind == "matmul" else ""
+    layout = _layout(kernel, direction, widths) if kernel.kind in PRODUCTS else ""
     shape = "x".join(map(str, kernel.shape))
     size = f"{shape}:{kernel.batch}:{kernel.bytes:.0f}"
     return f"{kernel.kind}:{kernel.op}:{kernel.dtype}:{size}:{layout}"
@@ -122,7 +122,7 @@ def recipe(kernel: KernelFact, direction: str, widths: Widths, device: torch.dev
     """A function that runs this kernel once."""
     dtype = DTYPES.get(kernel.dtype, torch.float32)
     draw: Draw = partial(torch.randn, device=device, dtype=dtype)
-    if kernel.kind == "matmul":
+    if kernel.kind in PRODUCTS:
         return _matmul(kernel, _layout(kernel, direction, widths), draw)
     special = kernel.op if kernel.bytes > 2**16 else ""
     make = _SPECIAL.get(kernel.kind if kernel.kind == "attention" else special)
