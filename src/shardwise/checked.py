@@ -140,7 +140,7 @@ class Reader:
     def __init__(self, where: str = "") -> None:
         self.where = where
 
-    def read(self, kind: type[T], table: Any, path: str = "", **given: Any) -> T:
+    def read(self, kind: type[T], table: Any, path: str = "", /, **given: Any) -> T:
         """The dataclass `kind` from a table, and from `given`, which the file says elsewhere."""
         self.check_keys(kind, table, path, given)
         hints = get_type_hints(kind)

@@ -261,7 +261,8 @@ def test_a_slower_clock_makes_the_emulated_network_slower() -> None:
     steps = [predict(case, traced, flat, base, "cuda", slowdown=s) for s in (1.0, 1.2)]
     exposed = [step.breakdown().exposed_transfer for step in steps]
     assert exposed[1] > exposed[0]
-    assert steps[0].breakdown().compute == steps[1].breakdown().compute
+    slower = steps[1].breakdown().compute - steps[0].breakdown().compute
+    assert abs(slower) <= 1  # parts of a step are whole nanoseconds
 
 
 def test_the_command_writes_rows_and_the_page(tmp_path: Path, capsys) -> None:

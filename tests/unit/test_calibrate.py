@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from shardwise.calibration.calibrate import assemble
-from shardwise.calibration.measure import Findings, HostFindings, Sampled
+from shardwise.calibration.measure import Findings, HostFindings, Sampled, TimedAttention
 from shardwise.cli import main
 from shardwise.description.cluster import COLLECTIVES, Cluster, CollectivePoint, MatmulPoint
 from shardwise.description.cluster_toml import parse_cluster, write_cluster
@@ -20,7 +20,7 @@ def findings() -> Findings:
     best = MatmulPoint(4096, 4096, 4096, 4e14, 1e12)
     return Findings(
         matmul={"bfloat16": [best, MatmulPoint(1024, 1024, 1024, 2e14, 2e12)]},
-        attention={"bfloat16": Sampled(2e14, 1e12)},
+        attention=[TimedAttention(2**17, 4e12, Sampled(0.02, 0))],
         copy=Sampled(3e12, 1e10),
         kernel=Sampled(2e-6, 1e-7),
     )

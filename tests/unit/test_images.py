@@ -1,4 +1,4 @@
-"""Convolutions and norms over images: their kinds, their costs, what calibration says of them."""
+"""Convolutions: their kind, their costs, what calibration says of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.calibration.calibrate import assemble
-from shardwise.calibration.images import TimedImages, _cases, _describe, _draw
+from shardwise.calibration.images import TimedCase, _cases, _draw, kernels_of
 from shardwise.calibration.measure import (
     QUICK,
     Effort,
@@ -80,24 +80,12 @@ def test_a_model_that_has_channels_last_does_not_pay_for_plain_images() -> None:
     assert costs.kernel(slow) == pytest.approx(costs.kernel(quick) + 2.0 * slow.bytes / 1e9)
 
 
-def test_norms_in_training_are_kinds_of_their_own() -> None:
-    model, image = pictures()
-    described = describe(model, image, device="cuda")
-    for norm in ("batch_norm", "group_norm"):
-        for op in (f"native_{norm}", f"native_{norm}_backward"):
-            assert [k.kind for k in kernels(described, op)] == [norm]
-    fixed = describe(model.eval(), image, device="cuda")
-    assert {k.kind for k in kernels(fixed, "native_batch_norm")} == {"other"}
-
-
-def test_a_file_says_what_convolutions_and_norms_reach_and_older_ones_load() -> None:
+def test_a_file_says_what_convolutions_reach_and_older_ones_load() -> None:
     older = Cluster.load("cpu-gloo").device
     assert older.plain_image_traffic == 0.0
-    assert older.batch_norm_traffic == older.group_norm_traffic == 1.0
     assert all(r.convolution_fraction == r.depthwise_fraction == 1.0 for r in older.matmul)
     convolution = KernelFact("convolution", 4e6, 8e3, "float32", (64, 64, 64), plain=True)
     depthwise = dataclasses.replace(convolution, shape=(64, 1, 9), batch=64, plain=False)
-    norm = KernelFact("batch_norm", 0.0, 8e3, "float32")
     rate = MatmulRate("float32", 1e9, 1.0)
     cluster = Cluster.load("h200x8")
     plain = Device("d", 1e9, 1e9, 1.0, 0.0, (rate,))
@@ -106,16 +94,12 @@ def test_a_file_says_what_convolutions_and_norms_reach_and_older_ones_load() -> 
         plain,
         matmul=(own,),
         plain_image_traffic=2.5,
-        batch_norm_traffic=4.0,
-        group_norm_traffic=2.0,
     )
     before, after = (Costs(dataclasses.replace(cluster, device=device)) for device in (plain, told))
-    assert [before.kernel(k) for k in (convolution, depthwise, norm)] == [4e-3, 4e-3, 8e-6]
-    assert [after.kernel(k) for k in (convolution, depthwise, norm)] == pytest.approx(
-        [8e-3 + 2e-5, 32e-3, 32e-6]
+    assert [before.kernel(k) for k in (convolution, depthwise)] == [4e-3, 4e-3]
+    assert [after.kernel(k) for k in (convolution, depthwise)] == pytest.approx(
+        [8e-3 + 2e-5, 32e-3]
     )
-    group = dataclasses.replace(norm, kind="group_norm")
-    assert after.kernel(group) == 2 * before.kernel(group)
     # Other products are as they were.
     product = dataclasses.replace(convolution, kind="matmul", plain=False)
     assert after.kernel(product) == before.kernel(product)
@@ -127,9 +111,7 @@ def test_a_file_says_what_convolutions_and_norms_reach_and_older_ones_load() -> 
 
 def test_calibration_finds_the_factors_that_times_were_made_of() -> None:
     points = [MatmulPoint(1024, 1024, 1024, 3e14), MatmulPoint(4096, 4096, 4096, 6e14)]
-    found = Findings(
-        {"bfloat16": points}, {"bfloat16": Sampled(2e14, 0)}, Sampled(4e12, 0), Sampled(1e-9, 0)
-    )
+    found = Findings({"bfloat16": points}, copy=Sampled(4e12, 0), kernel=Sampled(1e-9, 0))
     bare = assemble("mine", found, HOST, "cpu", 1, Cluster.load("h200x8")).cluster
     rate = dataclasses.replace(
         bare.device.matmul[0], convolution_fraction=0.4, depthwise_fraction=0.01
@@ -138,25 +120,21 @@ def test_calibration_finds_the_factors_that_times_were_made_of() -> None:
         bare.device,
         matmul=(rate,),
         plain_image_traffic=2.5,
-        batch_norm_traffic=3.0,
-        group_norm_traffic=1.5,
     )
     costs = Costs(dataclasses.replace(bare, device=device))
     for name, run, shapes, last in _cases(1, 1):
         tensors = _draw(shapes, "meta", torch.bfloat16, last)
-        cost = _describe(run, tensors)
+        cost = kernels_of(run, tensors)
         seconds = sum(costs.kernel(kernel) for kernel in cost)
-        found.images.append(TimedImages(name, "bfloat16", last, cost, seconds))
+        found.images.append(TimedCase(name, "bfloat16", cost, seconds, last))
     made = assemble("mine", found, HOST, "cpu", 1, Cluster.load("h200x8"))
     fitted = made.cluster.device
     assert fitted.matmul[0].convolution_fraction == pytest.approx(0.4)
     assert fitted.matmul[0].depthwise_fraction == pytest.approx(0.01)
     assert fitted.plain_image_traffic == pytest.approx(2.5)
-    assert fitted.batch_norm_traffic == pytest.approx(3.0)
-    assert fitted.group_norm_traffic == pytest.approx(1.5)
     text = write_cluster(made.cluster, made.spreads)
     told = 'source = "measured by shardwise calibrate'
-    for key in ("convolution_fraction", "plain_image_traffic", "batch_norm_traffic"):
+    for key in ("convolution_fraction", "plain_image_traffic"):
         (line,) = [line for line in text.splitlines() if line.startswith(key)]
         assert told in line and "spread = " in line
     assert parse_cluster(text, "mine.toml").device.matmul[0].convolution_fraction == 0.4
@@ -165,20 +143,11 @@ def test_calibration_finds_the_factors_that_times_were_made_of() -> None:
 def test_a_cpu_measures_its_images() -> None:
     effort: Effort = dataclasses.replace(QUICK, dtypes=("float32", "bfloat16"))
     found = measure_device("cpu", effort, lambda: None, lambda text: None)
-    assert {(i.dtype, i.kind) for i in found.images} == {
-        (dtype, kind)
-        for dtype in ("float32", "bfloat16")
-        for kind in ("convolution", "depthwise", "batch_norm", "group_norm")
+    assert {(i.dtype, i.is_depthwise) for i in found.images} == {
+        (dtype, depthwise) for dtype in ("float32", "bfloat16") for depthwise in (True, False)
     }
-    made = assemble("mine", found, HOST, "cpu", 1, None)
-    device = made.cluster.device
+    device = assemble("mine", found, HOST, "cpu", 1, None).cluster.device
     assert math.isfinite(device.plain_image_traffic) and device.plain_image_traffic >= 0
-    assert device.batch_norm_traffic > 0 and device.group_norm_traffic > 0
     for rate in device.matmul:
         for share in (rate.convolution_fraction, rate.depthwise_fraction):
             assert math.isfinite(share) and share > 0
-    # The factors are those of these times: what memory bounds is met in the middle.
-    costs = Costs.of(made.cluster)
-    norms = [i for i in found.images if i.kind == "batch_norm" and i.dtype == device.compute_dtype]
-    moved = [device.batch_norm_traffic * i.copy_s(costs) for i in norms]
-    assert sum(m <= i.seconds for m, i in zip(moved, norms, strict=True)) == len(norms) // 2

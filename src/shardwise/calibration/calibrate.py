@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from multiprocessing.connection import Connection
@@ -31,10 +31,12 @@ from shardwise.calibration.measure import (
     HostFindings,
     Sampled,
     Tell,
+    TimedAttention,
     measure_device,
     measure_host,
     measure_links,
 )
+from shardwise.calibration.traffic import fit_traffic
 from shardwise.description.cluster import (
     BESIDE,
     Cluster,
@@ -45,6 +47,7 @@ from shardwise.description.cluster import (
     MatmulPoint,
     MatmulRate,
     Protocol,
+    fastest_dtype,
 )
 from shardwise.errors import UserError
 from shardwise.predict.cost import Costs
@@ -182,8 +185,7 @@ def assemble(
     )
     book = _Book(measured)
     rates = tuple(_make_rate(dtype, points, book) for dtype, points in found.matmul.items())
-    best = {rate.dtype: rate.peak for rate in rates}
-    shares = [found.attention[dtype].value / best[dtype] for dtype in found.attention]
+    share, half = fit_attention(found.attention, rates)
     made = Device(
         name=where,
         memory_bytes=book.note(
@@ -195,8 +197,11 @@ def assemble(
         matmul=rates,
         attention_fraction=book.note(
             "device.attention_fraction",
-            min(1.0, max(1e-3, sum(shares) / len(shares))),
+            share,
             f"{measured}: causal, forward and backward, over the best product",
+        ),
+        attention_half=book.note(
+            "device.attention_half", half, f"{measured}: the same by length and width"
         ),
     )
     kernel_s = found.kernel.value if device == "cpu" else 0.0
@@ -221,19 +226,54 @@ def assemble(
                 book.sources[key] = f"cluster {links.name}: {source}"
                 book.spreads.pop(key, None)
     cluster = Cluster(name, made, levels, served, contention)
-    made = _with_images(cluster, found, book)
+    made = _with_factors(cluster, found, book)
     return Calibrated(
         dataclasses.replace(cluster, device=made, sources=tuple(book.sources.items())),
         book.spreads,
     )
 
 
-def _with_images(cluster: Cluster, found: Findings, book: _Book) -> Device:
-    """The cluster's device with the factors of convolutions and norms."""
+def fit_attention(
+    timed: Sequence[TimedAttention], rates: Sequence[MatmulRate]
+) -> tuple[float, float]:
+    """`attention_fraction` and `attention_half`: a call takes its FLOPs at that share of the peak,
+    and as long again as its FLOPs there times half over what a query sees. The nearest by shares.
+    """
+    if not timed:
+        return Device.attention_fraction, Device.attention_half
+    peaks = {rate.dtype: rate.peak for rate in rates}
+    peak = peaks[fastest_dtype(peaks)]
+    ideal = [one.flops / peak / one.seconds.value for one in timed]
+    rows = [[share, share / one.seen] for share, one in zip(ideal, timed, strict=True)]
+    matrix, ones = torch.tensor(rows, dtype=torch.float64), torch.ones(len(rows), 1).double()
+    whole, more = torch.linalg.lstsq(matrix, ones).solution.flatten().tolist()
+    if len(timed) < 2 or more < 0 or whole <= 0:  # no lengths to tell apart
+        whole, more = 1 / statistics.median(ideal), 0.0
+    return min(1.0, max(1e-3, 1 / whole)), more / whole
+
+
+def _with_factors(cluster: Cluster, found: Findings, book: _Book) -> Device:
+    """The cluster's device with the factors of convolutions, of products whose rows are not
+    aligned, and of the kinds of kernels that move memory.
+    """
     taken: dict[str, Any] = {}
-    for key, samples in fit(Costs.of(cluster), found.images).items() if found.images else ():
+    costs = Costs.of(cluster)
+    for key, samples in fit(costs, found.images).items() if found.images else ():
         taken[key] = book.sample(key, Sampled(statistics.median(samples), spread(samples)))
         book.sources[key] += ": images forward and backward, median of the cases"
+    for dtype, fractions in found.unaligned.items():
+        for nbytes, sampled in fractions.items():
+            key = f"device.matmul.{dtype}.aligned_{nbytes}_fraction"
+            told = f"{book.measured}: a linear layer's products, forward and backward"
+            taken[key] = book.note(key, sampled.value, told)
+    traffic = []
+    for kind, (made, apart) in fit_traffic(costs, found.traffic).items():
+        key = f"device.traffic.{kind}"
+        book.sample(f"{key}.times", Sampled(made.times, apart))
+        book.sources[f"{key}.times"] += ": over a copy of the same bytes, median of the cases"
+        if made.start_s:
+            book.note(f"{key}.start_s", made.start_s, f"{book.measured}: by size")
+        traffic.append(made)
 
     def with_its_own(held: T, path: str) -> T:
         named = {f.name: f"{path}.{f.name}" for f in dataclasses.fields(held)}
@@ -241,7 +281,7 @@ def _with_images(cluster: Cluster, found: Findings, book: _Book) -> Device:
 
     device = with_its_own(cluster.device, "device")
     rates = [with_its_own(rate, f"device.matmul.{rate.dtype}") for rate in device.matmul]
-    return dataclasses.replace(device, matmul=tuple(rates))
+    return dataclasses.replace(device, matmul=tuple(rates), traffic=tuple(traffic))
 
 
 class _Book:

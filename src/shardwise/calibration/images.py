@@ -1,4 +1,4 @@
-"""What convolutions and norms over images take beside what their shapes say, on one device.
+"""What convolutions take beside what their shapes say, on one device.
 
 A handful of typical ones runs forward and backward, and the same calls are costed on the meta
 device as a description costs them. Of the two come factors for the cluster's file, medians:
@@ -7,7 +7,6 @@ device as a description costs them. Of the two come factors for the cluster's fi
                            where arithmetic takes longer than memory
     depthwise_fraction     the same of depthwise ones, which no layout is better for
     plain_image_traffic    what the same convolutions take longer where images are plain (NCHW)
-    batch_norm_traffic, group_norm_traffic    of plain images, in training
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.description.model import KernelFact
+from shardwise.description.tracing.device_kernels import DeviceKernels
 from shardwise.description.tracing.op_costs import cost_of
 from shardwise.description.tracing.torch_private import TorchDispatchMode
 from shardwise.predict.cost import Costs
@@ -64,24 +64,21 @@ CONVOLUTIONS = (
     Convolution(64, 192, 192, 3, 56, groups=192),
     Convolution(64, 96, 96, 7, 56, groups=96),
 )
-NORMED = ((64, 64, 112), (64, 256, 56), (64, 1024, 14), (16, 128, 128))  # batch, channels, side
-GROUPS = 8  # of channels, in a group norm
 
 
 @dataclass(frozen=True)
-class TimedImages:
-    """What one case took, forward and backward, and the kernels that a description has for it."""
+class TimedCase:
+    """What some calls took, and the kernels that a description has for them."""
 
     name: str
     dtype: str
-    channels_last: bool
     kernels: tuple[KernelFact, ...]
     seconds: float
+    channels_last: bool = False
 
     @property
-    def kind(self) -> str:
-        depthwise = any(kernel.is_depthwise for kernel in self.kernels)
-        return "depthwise" if depthwise else self.kernels[0].kind
+    def is_depthwise(self) -> bool:
+        return any(kernel.is_depthwise for kernel in self.kernels)
 
     def product_s(self, costs: Costs) -> float:
         """Seconds of the matching products at the rate that `costs` has for these kernels."""
@@ -95,16 +92,15 @@ class TimedImages:
 
 def measure_images(
     device: str, dtypes: Iterable[str], cut: tuple[int, int], timer: Timer, tell: Tell
-) -> list[TimedImages]:
+) -> list[TimedCase]:
     """Time every case; batches and sides are `cut` by so much."""
     found = []
     for dtype in dtypes:
-        tell(f"convolutions and norms in {dtype}")
+        tell(f"convolutions in {dtype}")
         for name, run, shapes, channels_last in _cases(*cut):
             tensors = _draw(shapes, device, getattr(torch, dtype), channels_last)
-            taken = timer(_step(run, tensors)).value
-            kernels = _describe(run, tensors)
-            found.append(TimedImages(name, dtype, channels_last, kernels, taken))
+            taken = timer(step_of(run, tensors)).value
+            found.append(TimedCase(name, dtype, kernels_of(run, tensors), taken, channels_last))
     return found
 
 
@@ -126,19 +122,6 @@ def _cases(
         yield str(case), run, shapes, False
         if case.groups == 1:
             yield str(case), run, shapes, True
-    for batch, channels, side in NORMED:
-        shapes_of_norm = images(batch, channels, side), (channels,), (channels,)
-        for norm in (_batch_norm, _group_norm):
-            name = f"{norm.__name__[1:]} {batch} x {channels} x {side}^2"
-            yield name, norm, shapes_of_norm, False
-
-
-def _batch_norm(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.batch_norm(image, None, None, weight, bias, training=True)
-
-
-def _group_norm(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.group_norm(image, GROUPS, weight, bias)
 
 
 def _draw(
@@ -156,21 +139,24 @@ def _draw(
     return tensors
 
 
-def _step(run: Run, tensors: list[Tensor]) -> Callable[[], Any]:
-    """Forward and backward."""
+def step_of(run: Run, tensors: Sequence[Tensor]) -> Callable[[], Any]:
+    """Forward and backward; forward alone where nothing has a gradient."""
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not wanted:
+        return lambda: run(*tensors)
     gradient = torch.randn_like(run(*tensors))
     return lambda: torch.autograd.grad(run(*tensors), wanted, gradient)
 
 
-def _describe(run: Run, tensors: list[Tensor]) -> tuple[KernelFact, ...]:
-    """The kernels of a step, as they are traced."""
+def kernels_of(run: Run, tensors: Sequence[Tensor]) -> tuple[KernelFact, ...]:
+    """The kernels of a step, as they are traced: with what these tensors' device fuses."""
     on_meta = [
-        torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        torch.empty_like(tensor.detach(), device="meta").requires_grad_(tensor.requires_grad)
         for tensor in tensors
     ]
-    step = _step(run, on_meta)
-    with _Kernels() as seen:
+    step = step_of(run, on_meta)
+    device = "cpu" if tensors[0].device.type == "cpu" else "cuda"
+    with _Kernels() as seen, DeviceKernels(device, None, seen.kernels.append).active():
         step()
     return tuple(seen.kernels)
 
@@ -192,19 +178,19 @@ class _Kernels(TorchDispatchMode):
         return out
 
 
-def fit(costs: Costs, timed: Sequence[TimedImages]) -> dict[str, list[float]]:
+def fit(costs: Costs, timed: Sequence[TimedCase]) -> dict[str, list[float]]:
     """What each factor is the median of, by the dotted keys of a cluster's file. `costs` are those
     without them.
     """
     samples = {}
     for dtype in dict.fromkeys(one.dtype for one in timed):
         here = [one for one in timed if one.dtype == dtype]
-        dense = [one for one in here if one.kind == "convolution" and one.channels_last]
+        dense = [one for one in here if one.channels_last]
         # What memory bounds tells nothing of the arithmetic.
         bound = [one for one in dense if one.product_s(costs) >= one.copy_s(costs)] or dense
         for key, cases in (
             ("convolution_fraction", bound),
-            ("depthwise_fraction", [one for one in here if one.kind == "depthwise"]),
+            ("depthwise_fraction", [one for one in here if one.is_depthwise]),
         ):
             shares = [one.product_s(costs) / one.seconds for one in cases]
             samples[f"device.matmul.{dtype}.{key}"] = shares
@@ -215,10 +201,6 @@ def fit(costs: Costs, timed: Sequence[TimedImages]) -> dict[str, list[float]]:
     samples["device.plain_image_traffic"] = [
         max(0.0, one.seconds - last[one.name, one.dtype]) / one.copy_s(costs)
         for one in moved
-        if one.kind == "convolution" and not one.channels_last
+        if not one.is_depthwise and not one.channels_last
     ]
-    for kind in ("batch_norm", "group_norm"):
-        samples[f"device.{kind}_traffic"] = [
-            one.seconds / one.copy_s(costs) for one in moved if one.kind == kind
-        ]
     return samples

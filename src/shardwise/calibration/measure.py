@@ -23,8 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from shardwise.calibration.images import TimedImages, measure_images
-from shardwise.description.cluster import COLLECTIVES, CollectivePoint, MatmulPoint
+from shardwise.calibration.images import TimedCase, measure_images
+from shardwise.calibration.traffic import measure_traffic
+from shardwise.description.cluster import (
+    COLLECTIVES,
+    CollectivePoint,
+    MatmulPoint,
+    fastest_dtype,
+)
 from shardwise.emulation.run import fake_group
 from shardwise.engine.api import shard
 from shardwise.engine.collectives import near_of
@@ -41,7 +47,8 @@ from shardwise.profiling.timing import (
 Tell = Callable[[str], None]
 MOST_SHARE = 0.95  # of the compute, that communication may take beside it
 LAUNCH_CYCLES = 40_000  # of a GPU, while its host launches one kernel: about 20 us
-IMAGE_LAUNCHES = 20  # what a convolution or a norm and its backward take the host, as launches
+CASE_LAUNCHES = 20  # what an operator and its backward take the host, as launches
+UNALIGNED = (8, 4, 2)  # bytes that rows lie apart by a multiple of, and not of more
 MOST_LAUNCHES = 400  # fewer than a stream holds before the host has to wait
 HOST_WORLD = 8  # ranks of the fake group that the host's own work is measured with
 CAST_BYTES = 2**10  # of a bucket there: a block of the chain, as a unit is where things are sharded
@@ -80,8 +87,9 @@ class Effort:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     copy_bytes: int = 2**26
     sizes: tuple[int, ...] = ()
-    attention: tuple[int, int, int, int] = (1, 4, 512, 64)  # batch, heads, length, width
-    image_cut: tuple[int, int] = (1, 1)  # of the batches and the sides of images
+    attention: tuple[tuple[int, int, int, int], ...] = ((1, 4, 512, 64), (1, 4, 128, 64))
+    unaligned: tuple[int, int, int] = (512, 1024, 512)  # a product, and with n a little longer
+    case_cut: tuple[int, int] = (1, 1)  # of batches and rows, and the sides of images
     longest_s: float = 2.0  # a product that takes longer is measured once
     quickest: bool = False  # take the quickest sample, not the median
 
@@ -90,7 +98,7 @@ class Effort:
         value = min(samples) if self.quickest else statistics.median(samples)
         return Sampled(value, spread(samples))
 
-    def for_images(self) -> Effort:
+    def of_cases(self) -> Effort:
         """A few short samples: many cases, whose median counts."""
         return dataclasses.replace(
             self, samples=min(5, self.samples), seconds=min(0.005, self.seconds)
@@ -101,34 +109,48 @@ class Effort:
         return dataclasses.replace(self, samples=60, seconds=0.002, quickest=True)
 
 
+def _products(
+    rows: tuple[int, ...], sizes: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int, int], ...]:
+    return tuple((m, n, k) for m in rows for n, k in sizes)
+
+
 CPU = Effort(
-    shapes=tuple(
-        (m, n, k)
-        for m in (64, 512, 2048)
-        for n, k in ((128, 128), (384, 128), (128, 384), (512, 512), (2048, 512), (512, 2048))
+    shapes=_products(
+        (64, 512, 2048),
+        ((128, 128), (384, 128), (128, 384), (512, 512), (2048, 512), (512, 2048)),
     ),
     sizes=tuple(2**p for p in range(10, 25, 2)),
-    image_cut=(32, 4),
+    case_cut=(32, 4),
 )
 CUDA = Effort(
     samples=15,
     seconds=0.02,
-    shapes=tuple(
-        (m, n, k)
-        for m in (1024, 4096, 16384)
-        for n, k in (
-            (1024, 1024),
-            (4096, 1024),
-            (1024, 4096),
-            (4096, 4096),
-            (14336, 4096),
-            (4096, 14336),
-            (32000, 4096),
-        )
+    shapes=(
+        *_products((64, 512), ((384, 384), (1536, 384), (384, 1536), (1024, 1024), (4096, 1024))),
+        *_products(
+            (1024, 4096, 16384),
+            (
+                (1024, 1024),
+                (4096, 1024),
+                (1024, 4096),
+                (4096, 4096),
+                (14336, 4096),
+                (4096, 14336),
+                (32000, 4096),
+            ),
+        ),
     ),
     dtypes=("bfloat16", "float16", "float32"),
     copy_bytes=2**30,
-    attention=(4, 16, 2048, 128),
+    attention=(
+        (1, 16, 16384, 64),
+        (4, 16, 2048, 128),
+        (8, 16, 2048, 64),
+        (8, 16, 1024, 64),
+        (32, 16, 256, 64),
+    ),
+    unaligned=(8192, 32000, 1024),
 )
 QUICK = Effort(
     samples=3,
@@ -137,20 +159,35 @@ QUICK = Effort(
     dtypes=("float32",),
     copy_bytes=2**22,
     sizes=(2**10, 2**16, 2**20),
-    attention=(1, 2, 64, 32),
-    image_cut=(64, 8),
+    attention=((1, 2, 64, 32), (1, 2, 16, 32)),
+    unaligned=(32, 64, 32),
+    case_cut=(64, 8),
 )
+
+
+@dataclass(frozen=True)
+class TimedAttention:
+    """Causal attention, forward and backward: what a query sees on average, keys times a head's
+    width, its FLOPs as a description counts them, and what it took.
+    """
+
+    seen: float
+    flops: float
+    seconds: Sampled
 
 
 @dataclass
 class Findings:
     """What was measured of a device, and of its links if there are any."""
 
-    matmul: dict[str, list[MatmulPoint]]
-    attention: dict[str, Sampled]  # FLOP/s
-    copy: Sampled  # bytes read and written per second
-    kernel: Sampled  # seconds of the shortest one
-    images: list[TimedImages] = field(default_factory=list)  # convolutions and norms
+    matmul: dict[str, list[MatmulPoint]] = field(default_factory=dict)
+    attention: list[TimedAttention] = field(default_factory=list)  # in the usual dtype
+    copy: Sampled = NOTHING  # bytes read and written per second
+    kernel: Sampled = NOTHING  # seconds of the shortest one
+    # By dtype and bytes: what is left of a product's rate.
+    unaligned: dict[str, dict[int, Sampled]] = field(default_factory=dict)
+    traffic: list[TimedCase] = field(default_factory=list)
+    images: list[TimedCase] = field(default_factory=list)
     collectives: list[CollectivePoint] = field(default_factory=list)  # of each kind, by bytes
     between_hosts: list[CollectivePoint] = field(default_factory=list)  # where there are several
     issue: Sampled = NOTHING  # of one collective, host seconds
@@ -171,12 +208,15 @@ def measure_device(device: str, effort: Effort, ready: Callable[[], None], tell:
     before each sample: a barrier of the ranks.
     """
     timer = _timer(device, effort, ready)
-    matmul, attention = {}, {}
+    brief = _timer(device, effort.of_cases(), ready, CASE_LAUNCHES)
+    matmul, unaligned = {}, {}
     for dtype in effort.dtypes:
         tell(f"matrix products in {dtype}")
         matmul[dtype] = _measure_products(device, dtype, effort, timer)
-        tell(f"attention in {dtype}")
-        attention[dtype] = _measure_attention(device, dtype, effort, timer)
+        unaligned[dtype] = _measure_unaligned(device, dtype, effort, brief)
+    usual = fastest_dtype({dtype: _best(points) for dtype, points in matmul.items()})
+    tell(f"attention in {usual}")
+    attention = [_measure_attention(device, usual, shape, brief) for shape in effort.attention]
     tell("memory bandwidth")
     source = torch.ones(effort.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -184,9 +224,13 @@ def measure_device(device: str, effort: Effort, ready: Callable[[], None], tell:
     tell("the shortest kernel")
     tiny = torch.zeros(8, device=device)
     kernel = timer(lambda: tiny.add_(1.0))
-    imaging = _timer(device, effort.for_images(), ready, IMAGE_LAUNCHES)
-    images = measure_images(device, effort.dtypes, effort.image_cut, imaging, tell)
-    return Findings(matmul, attention, copy, kernel, images)
+    images = measure_images(device, effort.dtypes, effort.case_cut, brief, tell)
+    traffic = measure_traffic(device, usual, effort.case_cut, brief, tell)
+    return Findings(matmul, attention, copy, kernel, unaligned, traffic, images)
+
+
+def _best(points: list[MatmulPoint]) -> float:
+    return max(point.flops_per_s for point in points)
 
 
 def measure_links(
@@ -350,10 +394,34 @@ def _measure_products(device: str, dtype: str, effort: Effort, timer: Timer) -> 
     return points
 
 
-def _measure_attention(device: str, dtype: str, effort: Effort, timer: Timer) -> Sampled:
-    """Causal attention, forward and backward; FLOPs as a description counts them."""
-    batch, heads, length, width = effort.attention
-    shape = (batch, heads, length, width)
+def _measure_unaligned(device: str, dtype: str, effort: Effort, timer: Timer) -> dict[int, Sampled]:
+    """What the products of a linear layer, forward and backward, keep of their rate where it has a
+    few more outputs, so that the rows of its results no longer lie apart by a multiple of 16 bytes.
+    """
+    m, n, k = effort.unaligned
+
+    def products(n: int) -> float:
+        draw = functools.partial(torch.randn, device=device, dtype=getattr(torch, dtype))
+        x, weight, gradient = draw(m, k), draw(n, k), draw(m, n)
+        calls: tuple[Callable[[], Any], ...] = (
+            functools.partial(torch.mm, x, weight.t()),
+            functools.partial(torch.mm, gradient, weight),
+            functools.partial(torch.mm, gradient.t(), x),
+        )
+        return sum(timer(call).value for call in calls) / n
+
+    whole, size = products(n), getattr(torch, dtype).itemsize
+    return {
+        nbytes: Sampled(whole / products(n + nbytes // size), 0.0)
+        for nbytes in UNALIGNED
+        if nbytes >= size
+    }
+
+
+def _measure_attention(
+    device: str, dtype: str, shape: tuple[int, int, int, int], timer: Timer
+) -> TimedAttention:
+    batch, heads, length, width = shape
     q, k, v = (
         torch.randn(shape, device=device, dtype=getattr(torch, dtype), requires_grad=True)
         for _ in range(3)
@@ -361,10 +429,11 @@ def _measure_attention(device: str, dtype: str, effort: Effort, timer: Timer) ->
     gradient = torch.randn_like(q)
 
     def step() -> None:
-        functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), gradient)
 
     flops = (2 + 5) * 2.0 * batch * heads * length * length * width / 2
-    return timer(step).as_rate(flops)
+    return TimedAttention(length * width / 2, flops, timer(step))
 
 
 def _measure_share(effort: Effort, plain: bool) -> Sampled:

@@ -10,12 +10,15 @@ A cluster is a tree of equal groups. Its levels go from the inside out: the devi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 from shardwise.checked import ABOVE_0, Bound, Count, NotNegative, Share, check_bounds, finite
+from shardwise.description.model import KERNEL_KINDS
 from shardwise.description.parameters import ITEMSIZES
 
 FOLDER = resources.files("shardwise.description") / "clusters"
@@ -56,6 +59,10 @@ class MatmulRate:
     # may round to TF32, as it may by torch's default, and products may not.
     convolution_fraction: Factor = 1.0
     depthwise_fraction: Factor = 1.0  # of a channel each: no tensor core does these
+    # And a product whose matrices have rows that lie apart by a multiple of 8, 4 or 2 bytes only.
+    aligned_8_fraction: Factor = 1.0
+    aligned_4_fraction: Factor = 1.0
+    aligned_2_fraction: Factor = 1.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZES:
@@ -73,6 +80,15 @@ class MatmulRate:
     def achievable(self) -> float:
         """FLOP/s of a large product."""
         return self.peak * self.fraction
+
+    def aligned_fraction(self, alignment: int) -> float:
+        """What rows that lie apart by a multiple of so many bytes leave of a product's rate."""
+        return {
+            8: self.aligned_8_fraction,
+            4: self.aligned_4_fraction,
+            2: self.aligned_2_fraction,
+            1: self.aligned_2_fraction,
+        }.get(alignment, 1.0)
 
     def rate(self, m: int, n: int, k: int) -> float:
         """FLOP/s of one product of this shape: interpolated in the logarithms of the measured
@@ -94,6 +110,27 @@ class MatmulRate:
         return math.exp(value / total)
 
 
+def fastest_dtype(peaks: Mapping[str, float]) -> str:
+    """bf16 or fp32, whichever has the quicker products."""
+    return max(("bfloat16", "float32"), key=lambda dtype: peaks.get(dtype, 0.0))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How well kernels of one kind move memory: how many times as long as a large copy they take
+    for the bytes that they read and write once each, and what they take beside.
+    """
+
+    kind: str
+    times: Factor
+    start_s: NotNegative = 0.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"traffic of {self.kind}: ")
+        if self.kind not in KERNEL_KINDS:
+            raise ValueError(f"traffic of {self.kind!r}, expected one of {', '.join(KERNEL_KINDS)}")
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator (or, for gloo, one rank's share of a CPU)."""
@@ -104,13 +141,13 @@ class Device:
     bandwidth_fraction: Share  # the share that a large copy reaches
     kernel_s: NotNegative  # the least time of any kernel
     matmul: tuple[MatmulRate, ...]
-    attention_fraction: Share = 0.5  # of the matmul peak, that a fused attention kernel reaches
+    # Of the matmul peak, what fused attention reaches on a long sequence; half of it where the keys
+    # that a query sees, on average, times a head's width are `attention_half`.
+    attention_fraction: Share = 0.5
+    attention_half: NotNegative = 0.0
     # Bytes that a convolution moves beside each of its own where images are not channels-last: its
     # libraries lay them and the weight anew, and the result back.
     plain_image_traffic: NotNegative = 0.0
-    # Bytes that such a norm moves in training for each byte of what it reads and writes, once each.
-    batch_norm_traffic: Factor = 1.0
-    group_norm_traffic: Factor = 1.0
     # BESIDE: the driver's context with the kernels that were loaded; NCCL's buffers for each group
     # that a rank is in; as a share of allocated bytes, what the allocator took and cannot lend; and
     # what it takes for any step: pages of every stream, libraries' workspaces.
@@ -118,6 +155,7 @@ class Device:
     communicator_bytes: NotNegative = 0.0
     fragmentation: NotNegative = 0.0
     floor_bytes: NotNegative = 0.0
+    traffic: tuple[Traffic, ...] = ()  # of the kinds that are slower than a copy
 
     def __post_init__(self) -> None:
         check_bounds(self, f"device {self.name}: ")
@@ -127,8 +165,7 @@ class Device:
     @property
     def compute_dtype(self) -> str:
         """What models compute in here: bf16 where its products are the quicker ones."""
-        peaks = {rate.dtype: rate.peak for rate in self.matmul}
-        return max(("bfloat16", "float32"), key=lambda dtype: peaks.get(dtype, 0.0))
+        return fastest_dtype({rate.dtype: rate.peak for rate in self.matmul})
 
     def rate_of(self, dtype: str) -> MatmulRate:
         for rate in self.matmul:
@@ -139,6 +176,10 @@ class Device:
             f"{', '.join(rate.dtype for rate in self.matmul)}. "
             "Add one to the cluster's file, or choose another compute dtype"
         )
+
+    @cached_property
+    def traffic_of(self) -> dict[str, Traffic]:
+        return {traffic.kind: traffic for traffic in self.traffic}
 
     @property
     def copy_bytes_per_s(self) -> float:

@@ -24,11 +24,13 @@ from shardwise.description.cluster import (
     Level,
     MatmulPoint,
     MatmulRate,
+    Traffic,
     known_clusters,
 )
 from shardwise.errors import UserError, nearest
 
 T = TypeVar("T")
+NAMED = (MatmulRate, Traffic)  # tables by their first field
 # What a row of a table of measured points holds.
 COLUMNS = {
     MatmulPoint: "m, n, k, FLOP/s, spread",
@@ -93,7 +95,7 @@ class _ClusterReader(Reader):
         super().__init__(where)
         self.sources: list[tuple[str, str]] = []
 
-    def read(self, kind: type[T], table: Any, path: str = "", **given: Any) -> T:
+    def read(self, kind: type[T], table: Any, path: str = "", /, **given: Any) -> T:
         made = super().read(kind, table, path, **given)
         if getattr(made, "points", ()):
             source = table.get("points_source")
@@ -107,8 +109,8 @@ class _ClusterReader(Reader):
 
     def convert(self, value: Any, kind: Any, path: str) -> Any:
         member = (*get_args(kind), None)[0]
-        if member is MatmulRate:
-            return self.read_named(MatmulRate, value, path)
+        if member in NAMED:
+            return self.read_named(member, value, path)
         if member in COLUMNS:
             self.check_list(value, list, path)
             return tuple(self.read_row(member, row, path) for row in value)
@@ -166,8 +168,9 @@ class _ClusterWriter:
             key: (getattr(table, field.name), field.default)
             for key, field in keys_of(table).items()
         }
+        named = [dataclasses.fields(table)[0].name] if isinstance(table, NAMED) else []
         for key, (value, _) in held.items():
-            if isinstance(value, str | bool) and key != "dtype":  # the dtype is in the header
+            if isinstance(value, str | bool) and key not in named:  # that is in the header
                 yield f"{key} = {write_value(value)}"
         for key, (value, default) in held.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -181,10 +184,10 @@ class _ClusterWriter:
             inner, title = dotted(path, key), dotted(header, key)
             if dataclasses.is_dataclass(value):
                 yield from ("", f"[{title}]", *self.write(value, inner, title))
-            elif isinstance(value, tuple) and key == "matmul":
-                for rate in value:
-                    where = f"{inner}.{rate.dtype}"
-                    yield from ("", f"[{where}]", *self.write(rate, where, where))
+            elif isinstance(value, tuple) and value and isinstance(value[0], NAMED):
+                for entry in value:
+                    where = f"{inner}.{dataclasses.astuple(entry)[0]}"
+                    yield from ("", f"[{where}]", *self.write(entry, where, where))
             elif isinstance(value, tuple) and key != "points":
                 for i, entry in enumerate(value):
                     yield from ("", f"[[{title}]]", *self.write(entry, f"{inner}.{i}", title))

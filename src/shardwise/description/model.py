@@ -16,7 +16,7 @@ model or a parameter's gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 KernelKind = Literal[
-    "matmul", "convolution", "attention", "batch_norm", "group_norm", "elementwise", "other"
-]
+    "matmul", "convolution", "recurrent", "attention",
+    "elementwise", "strided", "cast", "reduction",
+    "layer_norm", "rms_norm", "batch_norm", "group_norm",
+    "softmax", "pool", "lookup_gradient", "other",
+]  # fmt: skip
 KERNEL_KINDS: tuple[str, ...] = get_args(KernelKind)
-PRODUCTS = ("matmul", "convolution")
+ALIGNED = 16  # bytes: what rows of a product's matrices lie apart by, where nothing is lost
+PRODUCTS = ("matmul", "convolution", "recurrent")
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,16 @@ class KernelFact:
     convolution: the same of the product that it is, a row for every place of the smaller image;
         `batch` is its groups. It is `plain` where neither image nor weight is channels-last; not
         if it is depthwise, as no layout is better for those.
+    recurrent: as matmul, but the `batch` products follow one another.
     attention: (batch, query heads, queries, keys, head width); a causal one counts half its FLOPs.
-    batch_norm and group_norm: () ; in training, where statistics are another pass over the bytes.
-    elementwise and other: () ; what counts is the bytes read and written.
+    all others: () ; what counts is the bytes read and written, and how well a kind moves them.
+        elementwise: everything lies alike; strided: something is broadcast or lies otherwise;
+        cast: alike, in dtypes of several sizes; softmax: of rows that are read more than once;
+        norms in training, where statistics are another pass; lookup_gradient: the gradient of an
+        embedding, sorted by its rows.
+
+    `alignment`: the most bytes, up to 16, of which the rows of a product's matrices lie apart by a
+    multiple. Where it is less, tensor cores are fed by smaller loads.
     """
 
     kind: KernelKind
@@ -55,6 +66,8 @@ class KernelFact:
     count: Count = 1
     op: str = ""  # the operator's name, for people
     plain: bool = False
+    causal: bool = False
+    alignment: Count = ALIGNED
 
     def __post_init__(self) -> None:
         if self.kind not in KERNEL_KINDS:
@@ -70,6 +83,15 @@ class KernelFact:
     def is_depthwise(self) -> bool:
         """A convolution whose filters see one channel each."""
         return self.kind == "convolution" and self.batch > 1 and self.shape[1] == 1
+
+    @property
+    def compiled(self) -> KernelFact:
+        """As torch's compiler makes it: what moves memory is fused and reads everything once, and
+        images are laid channels-last by themselves. Sorting for an embedding stays what it is.
+        """
+        if self.shape or self.kind == "lookup_gradient":
+            return replace(self, plain=False)
+        return replace(self, kind="elementwise")
 
     @property
     def total_flops(self) -> float:

@@ -279,7 +279,7 @@ class _Pass:
         last = kernel_of(launch.node)
         assert last is not None
         if len(launch.nodes) == 1:
-            return last
+            return last.compiled
         read: dict[Node, float] = {}
         for node in launch.nodes:
             fact = kernel_of(node)

@@ -48,27 +48,33 @@ class Costs:
         longer, and at least the shortest kernel; before and after it images are laid anew.
         """
         device = self.cluster.device
-        passes = {
-            "batch_norm": device.batch_norm_traffic,
-            "group_norm": device.group_norm_traffic,
-        }.get(kernel.kind, 1.0)
-        seconds = max(device.kernel_s, passes * kernel.bytes / device.copy_bytes_per_s)
+        copied = kernel.bytes / device.copy_bytes_per_s
+        traffic = device.traffic_of.get(kernel.kind)
+        moved = copied if traffic is None else traffic.start_s + traffic.times * copied
+        in_turn = kernel.batch if kernel.kind == "recurrent" else 1
+        seconds = max(device.kernel_s * in_turn, moved)
         if kernel.shape:
             seconds = max(seconds, kernel.flops / self.flops_per_s(kernel))
         if kernel.plain:
-            seconds += device.plain_image_traffic * kernel.bytes / device.copy_bytes_per_s
+            seconds += device.plain_image_traffic * copied
         return seconds
 
     def flops_per_s(self, kernel: KernelFact) -> float:
         """The rate of a kernel that has FLOPs."""
-        rates = self.cluster.device.rate_of(kernel.dtype)
+        device = self.cluster.device
+        rates = device.rate_of(kernel.dtype)
         if kernel.kind == "attention":
-            return rates.peak * self.cluster.device.attention_fraction
+            *_, keys, width = kernel.shape
+            seen = max(1.0, keys * width / (2 if kernel.causal else 1))
+            return rates.peak * device.attention_fraction * seen / (seen + device.attention_half)
         m, n, k = kernel.shape
-        rate = rates.rate(max(1, m * kernel.batch), max(1, n), max(1, k))
+        rows = m if kernel.kind == "recurrent" else m * kernel.batch
+        rate = rates.rate(max(1, rows), max(1, n), max(1, k))
         if kernel.kind == "convolution":
-            rate *= rates.depthwise_fraction if kernel.is_depthwise else rates.convolution_fraction
-        return rate
+            return rate * (
+                rates.depthwise_fraction if kernel.is_depthwise else rates.convolution_fraction
+            )
+        return rate * rates.aligned_fraction(kernel.alignment)
 
     def compute(self, part: PassFacts) -> float:
         """Seconds of all kernels of a pass, one after the other."""

@@ -278,14 +278,14 @@ class _FusedRmsNorm(torch.autograd.Function):
         rows = x.new_empty((*x.shape[: x.dim() - dims], *[1] * dims), dtype=torch.float32)
         ctx.save_for_backward(x, weight, rows)
         ctx.note = note
-        note(_moves(2 * x.numel() * x.element_size(), x.dtype, "fused_rms_norm"))
+        note(_rms_kernel(2 * x.numel() * x.element_size(), x.dtype, "fused_rms_norm"))
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
         note_bytes = 3 * x.numel() * x.element_size()
-        ctx.note(_moves(note_bytes, x.dtype, "fused_rms_norm_backward"))
+        ctx.note(_rms_kernel(note_bytes, x.dtype, "fused_rms_norm_backward"))
         return (
             torch.empty_like(x) if ctx.needs_input_grad[0] else None,
             torch.empty_like(weight) if ctx.needs_input_grad[1] else None,
@@ -361,12 +361,12 @@ class _FusedRecurrent(torch.autograd.Function):
 def _note_products(
     note: Any, products: Any, gates: int, dtype: torch.dtype, op: str, times: int
 ) -> None:
-    """Rows x width x gates, each `count` times; cuDNN issues one kernel for many steps, so that the
-    steps are one batch here.
+    """Rows x width x gates, each `count` times: of the inputs at once, of the states one after the
+    other. cuDNN issues one kernel for many steps, so that they are one here.
     """
     for rows, width, count in products * times:
-        note(matmul_kernel(rows, gates, width, dtype, batch=count, op=op))
+        note(matmul_kernel(rows, gates, width, dtype, count, op, kind="recurrent"))
 
 
-def _moves(nbytes: int, dtype: torch.dtype, op: str) -> KernelFact:
-    return KernelFact("other", 0.0, float(nbytes), dtype_name(dtype), op=op)
+def _rms_kernel(nbytes: int, dtype: torch.dtype, op: str) -> KernelFact:
+    return KernelFact("rms_norm", 0.0, float(nbytes), dtype_name(dtype), op=op)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.description.model import KernelFact, KernelKind
+from shardwise.description.model import ALIGNED, KernelFact, KernelKind
 from shardwise.description.parameters import dtype_name
 from shardwise.description.tracing.torch_private import pytree, schema_of
 
@@ -37,7 +37,11 @@ _FREE_OPS = {
 }
 # Read a few rows of a large table: the table's size does not count.
 _LOOKUPS = {"aten::embedding", "aten::index", "aten::gather", "aten::index_select"}
+# Look at one number of each row of the scores; the place of those among the arguments.
+_PICKS = {"aten::nll_loss_forward": "self", "aten::nll_loss_backward": "self"}
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone"}  # not tagged as pointwise
+_JOINS = {"aten::cat", "aten::stack"}
+_SLICES = {"aten::slice_backward", "aten::select_backward"}
 _NORMS: Mapping[str, KernelKind] = {
     "aten::native_batch_norm": "batch_norm",
     "aten::_native_batch_norm_legit": "batch_norm",
@@ -50,6 +54,27 @@ _NORMS: Mapping[str, KernelKind] = {
     "aten::native_group_norm": "group_norm",
     "aten::native_group_norm_backward": "group_norm",
 }
+_KINDS: Mapping[str, KernelKind] = {
+    "aten::embedding_dense_backward": "lookup_gradient",
+    **dict.fromkeys(("aten::native_layer_norm", "aten::native_layer_norm_backward"), "layer_norm"),
+    **dict.fromkeys(
+        (f"aten::{pool}{way}" for pool in ("max_pool2d_with_indices", "max_pool3d_with_indices")
+         for way in ("", "_backward")),
+        "pool",
+    ),
+    **dict.fromkeys(
+        (f"aten::{name}" for name in (
+            "sum", "mean", "prod", "amax", "amin", "var", "std", "var_mean", "std_mean", "norm",
+            "linalg_vector_norm", "logsumexp", "argmax", "argmin",
+        )),
+        "reduction",
+    ),
+}  # fmt: skip
+_SOFTMAXES = {
+    "aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax",
+    "aten::_softmax_backward_data", "aten::_log_softmax_backward_data",
+}  # fmt: skip
+LONG_ROW = 4096  # numbers: a block of threads holds no more, and reads a longer row again
 
 
 def cost_of(
@@ -66,18 +91,60 @@ def cost_of(
     formula = _FORMULAS.get(name)
     if formula is not None:
         return formula(_bind(op, args, kwargs), outputs, name.partition("::")[2])
-    read = [*outputs, *inputs[1:]] if name in _LOOKUPS else inputs
-    pointwise = torch.Tag.pointwise in op.tags or name in _COPIES
-    kind: KernelKind = "elementwise" if pointwise else "other"
-    if name in _NORMS and _trains(_bind(op, args, kwargs)):
-        kind = _NORMS[name]
+    given = _bind(op, args, kwargs)
+    if name in _LOOKUPS:
+        inputs = [*outputs, *inputs[1:]]
+    elif name in _PICKS:
+        inputs = [tensor for tensor in inputs if tensor is not given[_PICKS[name]]]
     return KernelFact(
-        kind=kind,
+        kind=_kind_of(op, name, given, inputs, outputs),
         flops=0.0,
-        bytes=float(sum(_bytes(t) for t in (*read, *outputs))),
+        bytes=float(sum(map(_bytes, (*inputs, *outputs)))),
         dtype=dtype_name((outputs or inputs)[0].dtype),
         op=name.partition("::")[2],
     )
+
+
+def _kind_of(
+    op: Any, name: str, given: Mapping[str, Any], inputs: list[Tensor], outputs: list[Tensor]
+) -> KernelKind:
+    """Of what moves memory and has no FLOPs."""
+    if torch.Tag.pointwise in op.tags or name in _COPIES:
+        return _pointwise_kind([*inputs, *outputs])
+    if name in _SLICES or (name in _JOINS and not all(t.is_contiguous() for t in inputs)):
+        return "strided"
+    if name in _SOFTMAXES:
+        scores = inputs[0]
+        long = scores.dim() > 0 and _is_known(scores) and scores.shape[given["dim"]] > LONG_ROW
+        return "softmax" if long else "other"
+    if name in _NORMS:
+        return _NORMS[name] if _trains(given) else "other"
+    return _KINDS.get(name, "other")
+
+
+def _pointwise_kind(tensors: list[Tensor]) -> KernelKind:
+    """Vectors of numbers are moved at once only where all tensors lie alike, and are as wide."""
+    if not all(map(_is_known, tensors)):
+        return "elementwise"
+    large = [t for t in tensors if t.numel() > 1]
+    if len({(t.shape, t.stride()) for t in large}) > 1 or not all(map(_is_dense, large)):
+        return "strided"
+    return "cast" if len({t.element_size() for t in large}) > 1 else "elementwise"
+
+
+def _is_known(tensor: Tensor) -> bool:
+    """Not where a size stands for several: to compare it would fix it."""
+    return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride()))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it fills its memory, in whatever order of dims."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _trains(given: Mapping[str, Any]) -> bool:
@@ -106,31 +173,50 @@ def _bind(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
 
 
 def matmul_kernel(
-    m: int, n: int, k: int, dtype: torch.dtype, batch: int = 1, op: str = "mm"
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    batch: int = 1,
+    op: str = "mm",
+    kind: KernelKind = "matmul",
+    alignment: int = ALIGNED,
 ) -> KernelFact:
     """The kernel of `batch` products (m, k) x (k, n)."""
     return KernelFact(
-        kind="matmul",
+        kind=kind,
         flops=2.0 * batch * m * n * k,
         bytes=float(batch * (m * k + k * n + m * n) * dtype.itemsize),
         dtype=dtype_name(dtype),
         shape=(m, n, k),
         batch=batch,
         op=op,
+        alignment=alignment,
     )
+
+
+def _alignment(*matrices: Tensor) -> int:
+    """The most bytes, up to ALIGNED, by a multiple of which the rows of all of them lie apart."""
+    apart = [ALIGNED]
+    for matrix in matrices:
+        if _is_known(matrix) and min(matrix.shape) > 1:
+            apart.append(max(matrix.stride()[-2:]) * matrix.element_size())
+    return math.gcd(*apart)
 
 
 Formula = Callable[[dict[str, Any], list[Tensor], str], KernelFact]
 
 
-def _mm(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
+def _mm(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
     a, b = _factors(given)
-    return matmul_kernel(a.shape[0], b.shape[1], a.shape[1], a.dtype, op=op)
+    lie = _alignment(a, b, *outputs)
+    return matmul_kernel(a.shape[0], b.shape[1], a.shape[1], a.dtype, op=op, alignment=lie)
 
 
-def _bmm(given: dict[str, Any], _: list[Tensor], op: str) -> KernelFact:
+def _bmm(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
     a, b = _factors(given)
-    return matmul_kernel(a.shape[1], b.shape[2], a.shape[2], a.dtype, batch=a.shape[0], op=op)
+    (batch, m, k), n, lie = a.shape, b.shape[2], _alignment(a, b, *outputs)
+    return matmul_kernel(m, n, k, a.dtype, batch, op, alignment=lie)
 
 
 def _grouped_mm(given: dict[str, Any], outputs: list[Tensor], op: str) -> KernelFact:
@@ -208,6 +294,7 @@ def attention_kernel(
         dtype=dtype_name(q.dtype),
         shape=(batch, heads, queries, keys, width),
         op=op,
+        causal=causal,
     )
 
 

@@ -45,6 +45,7 @@ from shardwise.description.tracing.real_run import (
 from shardwise.description.tracing.torch_private import (
     TorchDispatchMode,
     current_node,
+    is_compiled,
     loaded_compilers,
     next_node_number,
     node_number,
@@ -233,7 +234,7 @@ def _trace(
         recorder.in_backward, recorder.after_recompute = True, kernels.forget_casts
         run_backward(scalar)
     return ModelTrace(
-        events=tuple(recorder.events),
+        events=_as_compiled(recorder.events, model),
         gradients=frozenset(recorder.gradients),
         without_gradient=tuple(
             name
@@ -246,6 +247,23 @@ def _trace(
         buffer_bytes=sum(b.nbytes for b in copied.buffers()),
         notes=notes + kernels.notes,
     )
+
+
+def _as_compiled(events: list[TraceEvent], model: nn.Module) -> tuple[TraceEvent, ...]:
+    """The kernels of modules that are compiled, and of their backward, as the compiler makes them;
+    they ran as they were written.
+    """
+    compiled = {name for name, module in model.named_modules() if is_compiled(module)}
+    if not compiled:
+        return tuple(events)
+
+    def fuse(event: TraceEvent) -> TraceEvent:
+        stack = events[event.origin].stack if event.origin >= 0 else event.stack
+        if event.kernel is None or compiled.isdisjoint(stack):
+            return event
+        return replace(event, kernel=event.kernel.compiled)
+
+    return tuple(map(fuse, events))
 
 
 def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -170,7 +170,7 @@ def _by_data_sheet(cluster: Cluster) -> Cluster:
         dataclasses.replace(rate, fraction=0.8) if rate.dtype != "float32" else rate
         for rate in device.matmul
     )
-    device = dataclasses.replace(device, matmul=rates, attention_fraction=0.35)
+    device = dataclasses.replace(device, matmul=rates, attention_fraction=0.35, attention_half=0.0)
     return dataclasses.replace(cluster, device=device)
 
 

@@ -21,7 +21,6 @@ from shardwise.calibration.calibrate import assemble, measure_as_rank
 from shardwise.calibration.measure import (
     CPU,
     HOST_WORLD,
-    NOTHING,
     QUICK,
     Effort,
     Findings,
@@ -52,7 +51,7 @@ Points = tuple[tuple[float, float], ...]
 # micro-batches are timed whole.
 LINK = dataclasses.replace(
     CPU, samples=5, seconds=0.05, shapes=((64, 128, 128),), dtypes=("float32",), copy_bytes=2**24,
-    sizes=tuple(2**power for power in range(10, 23, 2)), attention=(1, 2, 64, 32),
+    sizes=tuple(2**power for power in range(10, 23, 2)), attention=((1, 2, 64, 32),),
 )  # fmt: skip
 
 
@@ -113,7 +112,7 @@ def measure_rank(
     }
     first = dist.get_rank() == 0  # the group is left on the way
     tell: Tell = lambda text: say(f"  {text}") if first else None  # noqa: E731
-    by_torch = Findings({}, {}, NOTHING, NOTHING)
+    by_torch = Findings()
     measure_links(by_torch, effort, tell, MESH[0], plain=True)
     measured, host = measure_as_rank(effort, tell)
     links = {name: getattr(by_torch, name) for name in BY_TORCH}

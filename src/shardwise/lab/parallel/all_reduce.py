@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.calibration.measure import CPU, NOTHING, Effort, Findings, measure_links
+from shardwise.calibration.measure import CPU, Effort, Findings, measure_links
 from shardwise.description.cluster import Cluster, CollectivePoint, Level, Protocol
 from shardwise.description.collectives import bus_share, collective_time
 from shardwise.description.tracing.real_run import free_bytes
@@ -107,7 +107,7 @@ def _fits(case: Case) -> bool:
 def measure(cases: list[Case], effort: Effort) -> dict[str, Any]:
     """What each of the ranks runs: the links as `calibrate` sees them, then every message."""
     os.environ[SHARED_MEMORY] = "0"  # of this rank alone: the table is of backends
-    found = Findings({}, {}, NOTHING, NOTHING)
+    found = Findings()
     measure_links(found, effort, lambda what: None)
     points = [(p.kind, p.nbytes, p.seconds) for p in found.collectives]
     return {"points": points, "messages": [_measure(case) for case in cases]}

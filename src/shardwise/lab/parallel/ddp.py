@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.calibration.measure import NOTHING, Effort, Findings, measure_links
+from shardwise.calibration.measure import Effort, Findings, measure_links
 from shardwise.description.cluster import Cluster
 from shardwise.description.collectives import bus_share
 from shardwise.description.language_model import LM, OPTIMIZER, draw_tokens, make_model
@@ -182,7 +182,7 @@ def _list_ways(names: tuple[str, ...], buckets: tuple[int, ...]) -> list[Way]:
 
 def measure_on_ranks(case: Case, ways: list[Way], effort: Effort) -> dict[str, Any]:
     """What each of the ranks runs: the links, then all ways in turn, after they have agreed."""
-    links = Findings({}, {}, NOTHING, NOTHING)
+    links = Findings()
     measure_links(links, effort, lambda what: None)
     calls = [
         (2**power, statistics.median(time_calls("all_reduce", 2**power, 6)))
