@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.collectives import (
-    Control,
-    control_of,
-)
+from shardwise.engine.words import Control, control_of
 from tests.parity.dropin.afterwards import Language
 from tests.parity.dropin.common import WIDTH, assert_close, batch, square_loss, twins
 from tests.parity.dropin.lifetimes import (

@@ -34,9 +34,9 @@ from shardwise.description.tracing.real_run import tell
 from shardwise.description.workload import Workload
 from shardwise.emulation.collectives import emulate
 from shardwise.emulation.networks import ClusterNetwork
-from shardwise.engine.collectives import control_of
 from shardwise.engine.mesh import watch_ranks
 from shardwise.engine.separate import separate_world
+from shardwise.engine.words import control_of
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
 from shardwise.predict.ranking import Captured, Trial

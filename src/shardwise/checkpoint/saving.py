@@ -57,7 +57,7 @@ from shardwise.checkpoint.write import (
     find_sources,
     write_part,
 )
-from shardwise.engine.collectives import PerWorld
+from shardwise.engine.words import PerWorld
 from shardwise.watch import rank as watch
 
 PROGRESS_S = 2.0  # a save that takes longer says how far it is

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.manifest import CheckpointError, CorruptCheckpoint
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import Control, PerWorld, control_of
 from shardwise.engine.mesh import watch_ranks
+from shardwise.engine.words import Control, PerWorld, control_of
 
 Value = TypeVar("Value")
 

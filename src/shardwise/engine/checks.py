@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.collectives import control_of, digest
+from shardwise.engine.collectives import digest
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.storage import keeper_of
 from shardwise.engine.torch_private import children_of, parameters_of
 from shardwise.engine.unit import Unit
+from shardwise.engine.words import control_of
 from shardwise.planning.plan import Plan
 from shardwise.schedule.policy import Policy
 
@@ -110,7 +111,7 @@ class Agreement:
             here = [unit for unit in units if id(unit.mesh.shard) == key]
             for unit in here:
                 unit.take_writes()
-            said = group.exchange([unit.changed or not unit.is_current for unit in here])
+            said = group.tell([unit.changed or not unit.is_current for unit in here])
             for unit, flags in zip(here, zip(*said, strict=True), strict=True):
                 unit.stale = any(flags)
 

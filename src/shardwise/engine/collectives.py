@@ -7,24 +7,23 @@ so nobody asks for it.
 
 from __future__ import annotations
 
-import pickle
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.near import LARGEST, MOST_RANKS, Message, Near, meet
+from shardwise.engine.words import Control, PerWorld, control_of
 from shardwise.planning.memory import sent_bytes
 from shardwise.watch import rank as watched
-from shardwise.watch.page import EXCHANGE, RUNS, USES, WORDS, Track
+from shardwise.watch.page import RUNS, USES, Track
 
 
 class Handle(Protocol):
@@ -227,11 +226,11 @@ class Group:
         return self.control.exchange(value)
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, as many on each: `exchange` for every step, without the store where
-        ranks share memory.
-        """
-        if self.size == 1 or self.near is None or self.control is None:
-            return [list(each) for each in self.exchange(tuple(numbers))]
+        """Every rank's numbers, as many on each: for what is compared in every step."""
+        if self.size == 1 or self.control is None:
+            return [list(numbers) for _ in range(self.size)]
+        if self.near is None:
+            return self.control.tell(numbers)
         self.control.note_turn()
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = mine.new_empty((self.size, len(mine)))
@@ -325,120 +324,6 @@ def let_go(message: torch.Tensor) -> None:
 def digest(value: object) -> int:
     """A short number for ranks to compare instead of the value."""
     return zlib.crc32(repr(sorted(value.items()) if isinstance(value, dict) else value).encode())
-
-
-Value = TypeVar("Value")
-
-
-class PerWorld(Generic[Value]):
-    """Values that are made once in each world: forgotten with it, and not found in the one after
-    `destroy_process_group`. Ranks that are threads have a world each.
-    """
-
-    _all: ClassVar[list[PerWorld[Any]]] = []
-
-    def __init__(self) -> None:
-        self._worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Value]]
-        self._worlds = weakref.WeakKeyDictionary()
-        self._all.append(self)
-
-    @classmethod
-    def forget(cls, world: dist.ProcessGroup) -> None:
-        """Let go of all that was made in this world: a mesh keeps its groups, and so its key."""
-        for each in cls._all:
-            each._worlds.pop(world, None)
-
-    def get(self, key: Any, make: Callable[[], Value]) -> Value:
-        """The value of `key` in this world; made if nobody has asked for it yet."""
-        world = dist.group.WORLD
-        assert world is not None, "torch.distributed is not initialised"
-        made = self._worlds.setdefault(world, {})
-        if key not in made:
-            made[key] = make()
-        return made[key]
-
-
-class Control:
-    """The ranks of one group, by turns: each says a value, the first one puts them together."""
-
-    def __init__(self, store: Any, ranks: tuple[int, ...], rank: int, about: str = "") -> None:
-        self._store, self._size, self._rank = store, len(ranks), rank
-        self._prefix = f"shardwise/{about}{'-'.join(map(str, ranks))}"
-        self._turn = 0
-        self._generation: int | None = None
-        self._ranks = ranks
-        self._track: Track | None = None
-        self._find_track()  # now, if it can be: a rank may end before its first turn
-
-    def exchange(self, value: object) -> list[Any]:
-        """Every rank's value, on every rank. Blocks until all have said theirs."""
-        self.note_turn()
-        if self._generation is None:
-            # A store may outlive its world; every rank of a group comes once in each.
-            came: int = self._store.add(f"{self._prefix}/came", 1)
-            self._generation = (came - 1) // self._size
-        turn = f"{self._prefix}/{self._generation}/{self._turn}"
-        self._turn += 1
-        said = pickle.dumps(value)
-        if self._rank:
-            self._store.set(f"{turn}/{self._rank}", said)
-            together = self._store.get(f"{turn}/all")
-        else:
-            together = self._put_together(turn, said)
-        if together[:1] == b"=":
-            return [pickle.loads(together[1:]) for _ in range(self._size)]
-        return [pickle.loads(each) for each in pickle.loads(together[1:])]
-
-    def note_turn(self) -> None:
-        """Let the watch know that this rank has come here once more."""
-        if self._track is None:
-            self._find_track()
-        if self._track is not None:
-            self._track.add(EXCHANGE, "agreement")
-
-    def _find_track(self) -> None:
-        """Where the watch reads how often this rank has come here."""
-        if watched.on is not None:
-            self._track = watched.on.track(f"{WORDS}{self._prefix}", self._ranks)
-
-    def part(self) -> None:
-        """The last word: the first rank, which may be the store's home, leaves after the others."""
-        turn = f"{self._prefix}/{self._generation}/{self._turn}/parting"
-        if self._rank:
-            self._store.set(f"{turn}/{self._rank}", b"")
-        else:
-            for rank in range(1, self._size):
-                self._store.get(f"{turn}/{rank}")
-                self._store.delete_key(f"{turn}/{rank}")
-
-    def _put_together(self, turn: str, said: bytes) -> bytes:
-        keys = [f"{turn}/{rank}" for rank in range(1, self._size)]
-        everybody = [said, *(self._store.get(key) for key in keys)]
-        alike = all(each == said for each in everybody)
-        together = b"=" + said if alike else b"*" + pickle.dumps(everybody)
-        self._store.set(f"{turn}/all", together)
-        # Whoever said something in this turn has read what was said in the last.
-        last = f"{self._prefix}/{self._generation}/{self._turn - 2}/all"
-        for key in (*keys, *([last] if self._turn > 1 else [])):
-            self._store.delete_key(key)
-        return together
-
-
-_controls: PerWorld[Control] = PerWorld()
-
-
-def control_of(group: dist.ProcessGroup | None) -> Control | None:
-    """How the ranks of a group tell each other; None where no peer exists to answer (a fake group,
-    a rank by itself).
-    """
-    if group is None or dist.get_backend(group) == "fake":
-        return None
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if len(ranks) == 1:
-        return None
-    return _controls.get(
-        ranks, lambda: Control(torch_private.default_store(), ranks, dist.get_rank(group))
-    )
 
 
 _near: PerWorld[Near | None] = PerWorld()

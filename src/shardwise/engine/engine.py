@@ -195,7 +195,7 @@ class Engine:
             self._abandon_backward()
         # Ranks gather together, so they do alike whatever is left of a graph on each.
         kept = self.schedule.keeps_graph
-        if kept and not any(self.mesh.shard.exchange(bool(len(self._held)))):
+        if kept and not any(chain.from_iterable(self.mesh.shard.tell([bool(len(self._held))]))):
             self.schedule.forget_graph()
         if self.schedule.first_micro:
             self.structure.check(self.policy.may_grow)

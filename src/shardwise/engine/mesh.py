@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import processor
 from shardwise.engine import process, uncaught
-from shardwise.engine.collectives import Group, PerWorld
+from shardwise.engine.collectives import Group
 from shardwise.engine.torch_private import (
     DTensorSpec,
     completed,
@@ -32,6 +32,7 @@ from shardwise.engine.torch_private import (
     supported_devices,
     warn_if_untested,
 )
+from shardwise.engine.words import PerWorld
 from shardwise.planning.plan import Plan
 from shardwise.planning.rows import Rows
 from shardwise.watch import rank as watched

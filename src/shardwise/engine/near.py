@@ -30,7 +30,7 @@ MOST_RANKS, LARGEST = NEAR_RANKS, NEAR_BYTES
 _BLOCK = 2**16  # elements that are added at a time: they stay in the processor's cache
 _LOOK_S = 0.05  # between two looks for a rank that has gone
 _GRACE_S = 4.0  # for the watch, which knows more of what another rank did than this one does
-_KINDS = {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 3}
+_KINDS = {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 3, "broadcast": 4}
 
 
 class Gone(ConnectionError):
@@ -87,16 +87,16 @@ class Near:
     """The ranks of a group, all on this host."""
 
     def __init__(self, regions: Sequence[Region], rank: int, timeout_s: float) -> None:
-        self._regions, self._rank, self._size = regions, rank, len(regions)
+        self._regions, self._rank, self.size = regions, rank, len(regions)
         self._own, self._timeout_s = regions[rank], timeout_s
-        self._others = [r for r in range(self._size) if r != rank]
+        self._others = [r for r in range(self.size) if r != rank]
         self._under_way: dict[int, tuple[int, int]] = {}  # by number: where, how many bytes
         self._issued = 0
         self.leave = weakref.finalize(self, self._own.close)  # or at the process's end
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Message:
         """Every rank's `input`, one after the other, into `output`, of which it may be a part."""
-        sent, places = _bytes_of(input), _bytes_of(output).view(self._size, -1)
+        sent, places = _bytes_of(input), _bytes_of(output).view(self.size, -1)
         if places[self._rank].data_ptr() != sent.data_ptr():
             places[self._rank].copy_(sent)
 
@@ -114,7 +114,7 @@ class Near:
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Message:
         """This rank's part of everybody's `input`, added in the order of the ranks."""
         sent, into = _bytes_of(input), output.data.view(-1)
-        part = sent.numel() // self._size
+        part = sent.numel() // self.size
         own = slice(part * self._rank, part * (self._rank + 1))
         pieces = [(0, sent[: own.start]), (own.stop, sent[own.stop :])]  # for the others
 
@@ -131,12 +131,23 @@ class Near:
 
         def read(messages: Sequence[torch.Tensor]) -> None:
             found = [message.view(tensor.dtype) for message in messages]
-            if self._size == 2:  # which comes first makes no difference
+            if self.size == 2:  # which comes first makes no difference
                 into.add_(found[1 - self._rank])
             else:
                 _add(found, into)
 
         return self._issue("all_reduce", sent.numel(), [(0, sent)], read)
+
+    def broadcast(self, tensor: torch.Tensor) -> Message:
+        """The first rank's values, in place."""
+        held = _bytes_of(tensor)
+
+        def read(messages: Sequence[torch.Tensor]) -> None:
+            if self._rank:
+                held.copy_(messages[0])
+
+        pieces = [] if self._rank else [(0, held)]
+        return self._issue("broadcast", held.numel(), pieces, read)
 
     def _issue(
         self,
@@ -217,7 +228,7 @@ class Near:
 
     def _check(self, gone: bool, until: float, rank: int, what: str) -> None:
         """Error if a rank never will, or has not in time."""
-        who = f"rank {rank} of a group of {self._size} on this host"
+        who = f"rank {rank} of a group of {self.size} on this host"
         if gone:
             _leave_to_watch()
             raise Gone(f"connection closed by peer: {who} has left, and has not {what}")

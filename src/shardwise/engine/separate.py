@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.engine.collectives import PerWorld, control_of
 from shardwise.engine.mesh import watch_ranks
 from shardwise.engine.torch_private import default_store, open_groups, set_world
+from shardwise.engine.words import PerWorld, control_of
 from shardwise.watch import rank as watched
 
 _LONGEST_WAIT = timedelta(minutes=5)  # for a peer, there
@@ -31,6 +31,7 @@ class _Breakable:
     def __init__(self, store: Any, failed: Callable[[], bool]) -> None:
         self._store, self._failed = store, failed
         self.set, self.add, self.delete_key = store.set, store.add, store.delete_key
+        self.timeout = store.timeout
 
     def get(self, key: str) -> bytes:
         while not self._failed():

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.engine import torch_private
-from shardwise.engine.collectives import PerWorld
 from shardwise.engine.mesh import (
     AXES,
     DTensorParameter,
@@ -26,6 +25,7 @@ from shardwise.engine.mesh import (
     start_alone,
 )
 from shardwise.engine.torch_private import DataParallelMeshDims
+from shardwise.engine.words import PerWorld
 
 
 @dataclass(frozen=True)

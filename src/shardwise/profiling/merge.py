@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.engine.collectives import control_of
 from shardwise.engine.marks import CallMark
+from shardwise.engine.words import control_of
 from shardwise.profiling.memory import StepMemory
 from shardwise.timeline import MemoryCurve, Span, Timeline
 
