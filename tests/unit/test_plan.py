@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as trials
+from hypothesis import strategies as st
 from torch import nn
 
 from shardwise import Plan
@@ -381,3 +384,29 @@ def test_fewer_bytes_are_said() -> None:
     text = sums.resolve(model).explain()
     assert "added in float32" in text and "all-to-all" in text
     assert Plan.from_json(codes.to_json()) == codes
+
+
+@given(
+    name=st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
+    ranks=st.sampled_from([1, 2, 64, 128]),
+    settings=st.fixed_dictionaries(
+        {},
+        optional={
+            "units": st.sampled_from([5, "blocks", "*.0"]),
+            "bucket_bytes": st.sampled_from([64, 10_000]),
+            "whole": st.sampled_from([("*.bias",), ("0.*",)]),
+            "whole_below": st.sampled_from([None, 0, 100]),
+            "keep_after_forward": st.booleans(),
+            "compute_dtype": st.just("bfloat16"),
+        },
+    ),
+)
+@trials(max_examples=150, deadline=None)
+def test_plans_that_say_alike_how_a_model_is_cut_have_the_same_units(name, ranks, settings) -> None:
+    plan = Plan.of(name, mesh=ranks, **settings)
+    units = plan.resolve(_LAYERS).units
+    assert _CUTS.setdefault(plan.cut_by, units) == units
+
+
+_LAYERS = nn.Sequential(*[nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)) for _ in range(3)])
+_CUTS: dict[Any, Any] = {}

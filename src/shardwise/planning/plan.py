@@ -20,7 +20,15 @@ from shardwise.planning import memory
 from shardwise.planning.blocks import CODES
 from shardwise.planning.settings import Settings, parse_mesh
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
-from shardwise.planning.units import BUCKET_BYTES, MIB, Cut, Whole, cut_buckets, cut_units
+from shardwise.planning.units import (
+    BUCKET_BYTES,
+    LARGE_GROUP,
+    MIB,
+    Cut,
+    Whole,
+    cut_buckets,
+    cut_units,
+)
 from shardwise.schedule.policy import Policy, UnitPolicy
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -381,6 +389,13 @@ class Plan:
     def sum_dtype_of(self, own: str) -> torch.dtype:
         """What the gradients of such parameters are added in."""
         return sums_in(self.dtypes(own)[2], find_dtype(self.sum_dtype))
+
+    @property
+    def cut_by(self) -> tuple[Any, ...]:
+        """All that says how a model is cut: Plans that are alike in it have the same units."""
+        ranks = self.shard if self.whole_below is None and self.shard >= LARGE_GROUP else 1
+        whole = (self.whole, self.whole_below, ranks)
+        return (self.name, self.reduce, self.message_bytes, self.bucket_bytes, self.cut, whole)
 
     def resolve(self, model: nn.Module) -> Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan

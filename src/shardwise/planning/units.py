@@ -316,14 +316,16 @@ def _merge(runs: list[Run], bucket_bytes: int | None) -> list[Run]:
     """
     if not bucket_bytes or any(len(run) > 1 for run in runs):
         return runs
-    nested = any(_is_inside(a[0][0], b[0][0]) for a in runs for b in runs if a is not b)
-    if nested:
+    names = {run[0][0] for run in runs}
+    if any(not names.isdisjoint(_outer(name)) for name in names):  # one is inside another
         return runs
     return [[run[0] for run in group] for group in group_by_bytes(runs, _run_bytes, bucket_bytes)]
 
 
-def _is_inside(inner: str, outer: str) -> bool:
-    return inner.startswith(outer + ".")
+def _outer(name: str) -> list[str]:
+    """The modules that a module or parameter is inside of, the innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:k]) for k in range(len(parts) - 1, 0, -1)]
 
 
 def _own_bytes(module: nn.Module) -> int:
@@ -332,9 +334,7 @@ def _own_bytes(module: nn.Module) -> int:
 
 def _enclosing_runs(parameter_name: str, run_of_module: dict[str, int]) -> list[int]:
     """The runs whose modules contain the parameter, the deepest first."""
-    parts = parameter_name.split(".")[:-1]
-    prefixes = (".".join(parts[:k]) for k in range(len(parts), 0, -1))
-    return [run_of_module[prefix] for prefix in prefixes if prefix in run_of_module]
+    return [run_of_module[name] for name in _outer(parameter_name) if name in run_of_module]
 
 
 def _split_by_dtype(

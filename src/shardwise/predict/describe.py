@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.description.example import Call, loss_of_output
 from shardwise.description.foreign import inputs_of_config
 from shardwise.description.model import ModelDescription
+from shardwise.description.parameters import UnitSpec
 from shardwise.description.preset import load_preset
 from shardwise.description.recompute import recompute_blocks
 from shardwise.description.tracing.meta_copy import copy_to_meta
@@ -151,6 +152,7 @@ class TracedModel:
         self._real: bool | None = None if trace_on == "auto" else trace_on != "meta"
         self._long = False
         self._resolved: dict[Plan, Plan] = {}
+        self._units: dict[tuple[Any, ...], tuple[UnitSpec, ...]] = {}  # by how the model is cut
         self._apart: dict[tuple[Any, ...], Plan] = {}  # by how a model is cut
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
         self._described: dict[tuple[Any, ...], ModelDescription] = {}
@@ -178,9 +180,7 @@ class TracedModel:
 
     def at(self, plan: Plan, workload: Workload) -> tuple[Plan, ModelDescription]:
         """The Plan resolved, and the description of one micro-batch by it."""
-        if plan not in self._resolved:
-            self._resolved[plan] = plan.resolve(self.model)
-        resolved = self._resolved[plan]
+        resolved = self._resolve(plan)
         base = self._base_of(workload)
         if self._real is None:
             try:
@@ -206,6 +206,18 @@ class TracedModel:
                 made = checkpointed(made, workload.checkpoint)
             self._described[key] = made
         return resolved, self._described[key]
+
+    def _resolve(self, plan: Plan) -> Plan:
+        """`plan.resolve`; the model is cut once for all Plans that cut it alike."""
+        if plan not in self._resolved:
+            known = None if plan.units is not None else self._units.get(plan.cut_by)
+            if known is None:
+                found = plan.resolve(self.model)
+                self._units[plan.cut_by] = found.require_units()
+            else:
+                found = dataclasses.replace(plan, units=known)
+            self._resolved[plan] = found
+        return self._resolved[plan]
 
     def _followed(self, resolved: Plan) -> Plan:
         """The Plan whose units a description follows; one for all meshes that are cut alike."""
