@@ -26,8 +26,8 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def read_json(path: Path, option: str = "--json", needs: str = "") -> dict[str, Any]:
-    """What `write_json` wrote, if its rows all have the key `needs`; an error in words if the file
-    is none of these.
+    """What `write_json` wrote, if its rows all have the key `needs` (`a|b`: one of these); an error
+    in words if the file is none of these.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -53,7 +53,7 @@ def _find_fault(found: Any, needs: str) -> str:
     rows = found.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return "without a list of `rows`"
-    if needs and not all(needs in row for row in rows):
+    if needs and not all(any(key in row for key in needs.split("|")) for row in rows):
         return f"another benchmark's (a row has no `{needs}`)"
     return ""
 

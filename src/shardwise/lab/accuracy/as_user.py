@@ -50,6 +50,7 @@ from shardwise.profiling.timing import Sample, Step
 
 STRATEGIES = ("ddp", "zero2", "zero3")
 WARMUP, STEPS, WARM_S, TIMED_S = 3, 5, 0.7, 0.8
+OTHER_PROGRAM = 0.05  # of memory, by which predictions of the same program do not differ
 ROUNDS = 3  # of the ranks of a CPU: each Plan in turn
 
 
@@ -130,17 +131,27 @@ def predict(place: Place, model: UserModel) -> tuple[Ranking, Ranking]:
     """What `sw.search` gives, and what it gives with `measure=True`: that is the second of the two
     calls here, on the first one's answer. No trial of an earlier run is taken for one of this.
     """
-    work = model.work(place.scale)
-    inputs = None if work is not None else model.inputs_text(place.scale)
-    text = model.build_text(place.scale)
+    ranking = search(place, model)
+    program = Program(model.build_text(place.scale), _inputs(place, model), model.loss)
+    with _new_cache():
+        return ranking, measured(ranking, program, place.cluster, say)
+
+
+def search(place: Place, model: UserModel) -> Ranking:
+    """What `sw.search` gives."""
     ranking = sw.search(
-        text, place.cluster, work, inputs=inputs, loss=model.loss, world=place.world,
+        model.build_text(place.scale), place.cluster, model.work(place.scale),
+        inputs=_inputs(place, model), loss=model.loss, world=place.world,
         strategies=STRATEGIES, checkpoints=("none",),
     )  # fmt: skip
     if not ranking:
         raise UserError(ranking.explain())
-    with _new_cache():
-        return ranking, measured(ranking, Program(text, inputs, model.loss), place.cluster, say)
+    return ranking
+
+
+def _inputs(place: Place, model: UserModel) -> str | None:
+    """Of models that are not given a sequence of tokens."""
+    return None if model.work(place.scale) is not None else model.inputs_text(place.scale)
 
 
 @contextmanager
@@ -156,6 +167,48 @@ def _new_cache() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = before
+
+
+def predict_again(row: Row) -> list[Row]:
+    """What a search says now, without trials, of the Plans that a row has measured: rows for the
+    page of predictions. Where it has no such bucket, the best of that strategy and split. Nothing
+    of a model that its library computes in another way by now, as its memory shows.
+    """
+    cluster, model = Cluster.load(row["cluster"]), BY_NAME[row["case"]]
+    place = Place(row["part"], cluster, row["world"], row["part"], "")
+    ranking = search(place, model)
+    found: list[Row] = []
+    for plan in row["plans"]:
+        if "measured_ms" not in plan:
+            continue
+        wanted = (plan["strategy"], plan["mode"].partition(",")[0])
+        alike = [c for c in ranking if (c.plan.title, c.workload.split) == wanted]
+        best = next((c for c in alike if _mode(c) == plan["mode"]), alike[0])
+        if abs(best.peak_bytes / plan["alone_bytes"] - 1) > OTHER_PROGRAM:
+            say(f"{row['key']} {plan['strategy']}: left out, it is another program by now")
+            continue
+        assert best.range_ms is not None
+        low, high = best.range_ms
+        found.append(
+            {
+                "case": f"{row['case']} {plan['strategy']}",
+                "mode": _mode(best),
+                "set": "others",
+                "cluster": row["cluster"],
+                "predicted_ms": best.step_ms,
+                "range_ms": best.range_ms,
+                "measured_ms": plan["measured_ms"],
+                "measured_host_ms": plan["measured_host_ms"],
+                "inside": low <= plan["measured_ms"] <= high,
+                "predicted_bytes": best.peak_bytes,
+                "measured_bytes": plan["measured_bytes"],
+            }
+        )
+    return found
+
+
+def _mode(candidate: Candidate) -> str:
+    return f"{candidate.workload.split}, {candidate.show_settings()}"
 
 
 def choose(ranking: Ranking) -> list[Candidate]:
@@ -187,7 +240,7 @@ def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
     before = _alone(candidate, alone)
     return {
         "strategy": candidate.plan.title,
-        "mode": f"{candidate.workload.split}, {candidate.show_settings()}",
+        "mode": _mode(candidate),
         "basis": candidate.basis,
         "predicted_ms": candidate.step_ms,
         "range_ms": candidate.range_ms,

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.only is not None or arguments.budget is not None:
         raise UserError("--only and --budget belong to --as-user: give it too, or leave them out")
-    beside = [read_json(path, "--beside", needs="mode") for path in arguments.beside]
+    beside = [read_json(path, "--beside", needs="mode|plans") for path in arguments.beside]
     results = Results(arguments.json, **describe_run(arguments))
     run_parts(
         SIMULATED if arguments.simulated else arguments.cases,
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.plot.write_text(draw_plot(results.rows), encoding="utf-8")
     if arguments.docs is not None:
         held = results.facts | {"rows": results.rows, "delayed": results.delayed}
-        write_page(arguments.docs, held, *beside)
+        write_page(arguments.docs, held, *(b for b in beside if "mode" in b["rows"][0]))
 
 
 def run_parts(
@@ -139,10 +139,13 @@ def run_published(results: Results, quick: bool = False) -> None:
 
 
 def run_shipped(results: Results, measured: Iterable[Row], cluster: str) -> None:
-    """Predict, from a packaged cluster file alone, every case that has been measured."""
-    by_name = {case.name: case for case in CASES}
+    """Predict, from a packaged cluster file alone, every case that has been measured, and the
+    models of others whose Plans were.
+    """
+    by_name, measured = {case.name: case for case in CASES}, list(measured)
     found = [row for row in measured if row.get("case") in by_name and "measured_ms" in row]
-    if not found:
+    others = [row for row in measured if row.get("plans") and row.get("cluster") == cluster]
+    if not found and not others:
         say("shipped: skipped, no measured rows: give --beside accuracy-h200.json")
         return
     base = Cluster.load(cluster)
@@ -161,6 +164,9 @@ def run_shipped(results: Results, measured: Iterable[Row], cluster: str) -> None
                 "measured_bytes": row["measured_bytes"],
             }
         )
+    for row in others:
+        say(f"{row['key']}: planning")
+        results.rows += as_user.predict_again(row)
     results.write()
 
 
