@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine import regions, words
+from shardwise.engine.engine import engine_of
 from shardwise.engine.torch_private import default_store
 from shardwise.engine.words import Control
 from tests.parity.dropin.common import batch, square_loss
@@ -131,6 +132,9 @@ def _step_on_two_hosts() -> None:
         for step in range(2):
             for micro in sw.microbatches(model, [batch(step, rank), batch(step + 5, rank)]):
                 square_loss(model, micro).backward()
+        agreement = engine_of(model).agreement
+        assert agreement.tell([rank, 7]) == [[r, 7] for r in range(4)]
+        assert agreement.everybody(rank) == [0, 1, 2, 3]  # in the same order
         with pytest.raises(RuntimeError, match=r"replicas run \[2, 1\] of them"):
             for _ in sw.microbatches(model, [batch(0, rank)] * (2 - rank // 2)):
                 pass

@@ -263,9 +263,11 @@ class CapturedStep(Generic[Arguments, Result]):
         """Whether all ranks do the same: all replay, or all record; a collective that is captured
         on one rank only may never end. An error on all of them for the reason of any.
         """
-        mine = plan, digest(_shape_of(signature)), reason
-        said = self._watched.engines[0].agreement.everybody(mine)
-        self._share_refusal([each[2] for each in said])
+        agreement = self._watched.engines[0].agreement
+        mine = [digest(plan), digest(_shape_of(signature)), int(bool(reason))]
+        said = agreement.tell(mine)
+        if any(refuses for _, _, refuses in said):
+            self._share_refusal(agreement.everybody(reason))
         return all(each == mine for each in said)
 
     @staticmethod

@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,13 @@ class Agreement:
         """Every rank's value, in the order of ranks."""
         inside = self.mesh.shard.exchange(value)
         return [value for values in self.mesh.replicate.exchange(inside) for value in values]
+
+    def tell(self, numbers: list[int]) -> list[list[int]]:
+        """Every rank's numbers, as many on each: `everybody` for every step."""
+        count = len(numbers)
+        inside = list(chain.from_iterable(self.mesh.shard.tell(numbers)))
+        per_replica = self.mesh.replicate.tell(inside)
+        return [told[i : i + count] for told in per_replica for i in range(0, len(told), count)]
 
     def _list(self, values: Sequence[object], replica: int) -> str:
         """What each rank of a replica said, for a message."""

@@ -23,7 +23,7 @@ from shardwise.engine.near import LARGEST, MOST_RANKS, Message, Near, meet
 from shardwise.engine.words import Control, PerWorld, control_of
 from shardwise.planning.memory import sent_bytes
 from shardwise.watch import rank as watched
-from shardwise.watch.page import RUNS, USES, Track
+from shardwise.watch.page import EXCHANGE, RUNS, USES, Track
 
 
 class Handle(Protocol):
@@ -231,7 +231,8 @@ class Group:
             return [list(numbers) for _ in range(self.size)]
         if self.near is None:
             return self.control.tell(numbers)
-        self.control.note_turn()
+        if self.control.track is not None:
+            self.control.track.add(EXCHANGE, "agreement")
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = mine.new_empty((self.size, len(mine)))
         self.near.all_gather(found, mine).wait()

@@ -70,7 +70,7 @@ class Control:
         self._turn = 0
         self._generation: int | None = None
         self._ranks = ranks
-        self._track: Track | None = None
+        self.track: Track | None = None  # where the watch reads how often this rank came here
         self._watch = watch
         self._hosts: _Hosts | None = None
         self._find_track()  # now, if it can be: a rank may end before its first turn
@@ -113,15 +113,14 @@ class Control:
 
     def note_turn(self) -> None:
         """Let the watch know that this rank has come here once more."""
-        if self._track is None:
+        if self.track is None:
             self._find_track()
-        if self._track is not None:
-            self._track.add(EXCHANGE, "agreement")
+        if self.track is not None:
+            self.track.add(EXCHANGE, "agreement")
 
     def _find_track(self) -> None:
-        """Where the watch reads how often this rank has come here."""
         if self._watch and watched.on is not None:
-            self._track = watched.on.track(f"{WORDS}{self._prefix}", self._ranks)
+            self.track = watched.on.track(f"{WORDS}{self._prefix}", self._ranks)
 
     def _key_of(self, turn: int) -> str:
         return f"{self._prefix}/{self._generation}/{turn}"
