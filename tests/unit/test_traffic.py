@@ -227,7 +227,7 @@ def test_a_cpu_measures_how_it_moves_memory() -> None:
     assert all(math.isfinite(t.times) and t.times > 0 for t in device.traffic)
     assert 0 < device.attention_fraction <= 1 and device.attention_half >= 0
     for rate in device.matmul:
-        assert min(rate.aligned_8_fraction, rate.aligned_4_fraction) > 0
+        assert 0 < rate.aligned_8_fraction <= 1 and 0 < rate.aligned_4_fraction <= 1
     # The factors are those of these times: what memory bounds is met in the middle.
     costs = Costs.of(made.cluster)
     norms = [case for case in found.traffic if case.kernels[0].kind == "batch_norm"]

@@ -265,7 +265,8 @@ def _with_factors(cluster: Cluster, found: Findings, book: _Book) -> Device:
         for nbytes, sampled in fractions.items():
             key = f"device.matmul.{dtype}.aligned_{nbytes}_fraction"
             told = f"{book.measured}: a linear layer's products, forward and backward"
-            taken[key] = book.note(key, sampled.value, told)
+            # Nothing gains by it: more than the whole rate is noise.
+            taken[key] = book.note(key, min(1.0, sampled.value), told)
     traffic = []
     for kind, (made, apart) in fit_traffic(costs, found.traffic).items():
         key = f"device.traffic.{kind}"
