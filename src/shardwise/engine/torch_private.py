@@ -583,12 +583,19 @@ def views_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]
 
 @functools.cache
 def _teach_dtensors() -> None:
-    """Let copy.deepcopy and torch.save take a DTensor that stands on a part of a storage. torch
-    takes one that does not start there for a tensor with memory of its own, and fails. (A DTensor
-    that claims to start there is no way out: torch.compile rejects it.)
+    """Let copy.deepcopy, torch.save and what stages an asynchronous checkpoint take a DTensor that
+    stands on a part of a storage. torch takes one that does not start there for a tensor with
+    memory of its own, and fails. (A DTensor that claims to start there is no way out: torch.compile
+    rejects it.)
     """
-    for name, method in (("__deepcopy__", _deepcopy), ("__reduce_ex__", _reduce)):
+    methods = {"__deepcopy__": _deepcopy, "__reduce_ex__": _reduce, "data_ptr": _address}
+    for name, method in methods.items():
         setattr(DTensor, name, method)
+
+
+def _address(tensor: DTensor) -> int:
+    """0, as of any DTensor that starts where its storage does: it has no memory of its own."""
+    return int(torch.Tensor.data_ptr(tensor) - tensor.storage_offset() * tensor.itemsize)
 
 
 def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
