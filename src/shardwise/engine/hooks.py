@@ -276,6 +276,7 @@ class Node:
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.module.training
 
+    @torch_private.never_compiled
     def _explain(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward may have ended in an error that we can say more about; the pass ends with it."""
         error, engine = sys.exc_info()[1], self._engine

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -227,14 +228,26 @@ def never_compiled(function: Call) -> Call:
     """`function`, run as it is also when what calls it is compiled. (torch.compiler.disable would
     load the compiler for everybody.)
     """
+    frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or frame_callback() is not None:
             return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
         return function(*args, **kwargs)
 
+    _skip_frames(cast(FunctionType, call))
     return cast(Call, call)
+
+
+def _skip_frames(function: FunctionType) -> None:
+    """Let the compiler leave the function's own code as it is. With `fullgraph=True` what cannot be
+    compiled would be an error.
+    """
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    default = torch._C._dynamo.eval_frame._FrameAction.DEFAULT
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, default)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def compiles_frames() -> bool:

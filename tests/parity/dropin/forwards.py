@@ -372,6 +372,35 @@ def compiled_blocks(api: Api, backend: str) -> None:
         torch._dynamo.reset()
 
 
+@case(2, when=("before", "after"), how=("in place", "a wrapper"))
+def compiled_blocks_without_graph_breaks(api: Api, when: str, how: str) -> None:
+    """`fullgraph=True` is about the blocks' own code, not about what runs around it."""
+    torch._dynamo.reset()
+    alone, model = twins(Stack)
+    if when == "after":
+        wrap(api, model, mesh=line())
+    for i, layer in enumerate(model.layers):
+        if how == "in place":
+            layer.compile(backend="eager", fullgraph=True)
+        else:
+            model.layers[i] = torch.compile(layer, backend="eager", fullgraph=True)
+    if when == "before":
+        wrap(api, model, mesh=line())
+    opts = optimizers_of("adamw", model, alone)
+    try:
+        for step in range(2):
+            batches = [batch(step, i) for i in range(2)]
+            average_backward(alone, batches)
+            square_loss(model, batches[dist.get_rank()]).backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+    finally:
+        torch._dynamo.reset()
+    for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_close(got, expected, "a parameter of compiled blocks")
+
+
 @case(2)
 def compiled_whole(api: Api) -> None:
     torch._dynamo.reset()
