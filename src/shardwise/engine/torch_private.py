@@ -189,13 +189,26 @@ foreach_norm = torch._foreach_norm
 
 # Modules
 
+
+def _as_dict(get: Callable[[nn.Module], Any]) -> Callable[[nn.Module], dict[str, Any]]:
+    """`get`, and of a scripted module a copy of what it has in the place of a dict."""
+
+    def own(module: nn.Module) -> dict[str, Any]:
+        found = get(module)
+        return found if isinstance(found, dict) else dict(found.items())
+
+    return own
+
+
 # A module's own dicts. Hanging a parameter up is one dict write, many times a step: `setattr` takes
 # microseconds for it, and passes through whatever the module's class does there. Without them ties
 # cannot be made or seen: `named_parameters` skips what it has met.
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _as_dict(
+    attrgetter("_parameters")
+)
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = _as_dict(attrgetter("_buffers"))
 forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _as_dict(attrgetter("_modules"))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

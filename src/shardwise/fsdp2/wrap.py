@@ -179,6 +179,12 @@ def _find_parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> li
     for module in managed:
         for key, parameter in parameters_of(module).items():
             if parameter is not None and parameter not in ignored:
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise ValueError(
+                        f"parameter {key!r} is in a scripted {module.original_name}, which lets "
+                        "nobody put a sharded parameter in its place; use the "
+                        "module without torch.jit, or keep its parameters whole by ignored_params"
+                    )
                 found.setdefault(id(parameter), (parameter, []))[1].append((module, key))
     return list(found.values())
 

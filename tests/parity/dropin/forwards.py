@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -399,6 +400,32 @@ def compiled_blocks_without_graph_breaks(api: Api, when: str, how: str) -> None:
         torch._dynamo.reset()
     for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert_close(got, expected, "a parameter of compiled blocks")
+
+
+class Scripted(nn.Module):
+    """No parameters: torch lets nobody replace those of a scripted module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * self.scale
+
+
+@case(2, way=("script", "trace"))
+def scripted_parts(api: Api, way: str) -> None:
+    alone, model = twins(Stack)
+    for each in (alone, model):
+        with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+            made: Any = torch.jit.script(Scripted())
+            if way == "trace":
+                made = torch.jit.trace(Scripted(), batch(0, 0))
+        torch.manual_seed(3)
+        each.layers[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), made)
+    wrap(api, model, mesh=line())
+    assert_trains_alike(model, alone)
+    assert list(model.state_dict()) == list(alone.state_dict())
 
 
 @case(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -237,3 +238,11 @@ def a_failed_call_can_be_repeated(api: Api) -> None:
         api.fully_shard(model, mesh=line(), reshard_after_forward="yes")
     assert type(model.weight) is nn.Parameter
     assert torch.equal(model(torch.zeros(1, WIDTH))[0], model.bias)
+
+
+@case(2)
+def parameters_of_a_scripted_module(api: Api) -> None:
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Linear(WIDTH, 2)))
+    with raises((RuntimeError, ValueError), "scripted Linear|ScriptModules"):
+        api.fully_shard(model, mesh=line())
