@@ -246,3 +246,17 @@ def parameters_of_a_scripted_module(api: Api) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Linear(WIDTH, 2)))
     with raises((RuntimeError, ValueError), "scripted Linear|ScriptModules"):
         api.fully_shard(model, mesh=line())
+
+
+@case(2)
+def parameters_without_a_shape(api: Api) -> None:
+    """The example that gives them one has to come first."""
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, 2))
+    with raises(RuntimeError, "'weight' of a LazyLinear has no shape yet|uninitialized parameter"):
+        api.fully_shard(model, mesh=line())
+        model(torch.ones(2, 3))
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, 2))
+    model(torch.ones(2, 3))
+    api.fully_shard(model, mesh=line())
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
