@@ -1,9 +1,9 @@
-"""Losses that a block makes inside its forward and keeps aside: on itself, or in a list that a
-forward hook fills.
+"""Losses that a block makes inside its forward and keeps aside: on itself, in a list that a
+forward hook fills, in an object that nobody here can look into.
 
-They are no part of its output, so backward may come to them before any gradient comes to an output,
-and would read parameters that are freed. In a block that may do so, what autograd saves of them is
-saved with the name of the parameter: whoever reads it in backward gathers its unit first.
+They are no visible part of its output, so backward may come to them before any gradient comes to an
+output, and would read parameters that are freed. In a block that may do so, what autograd saves of
+them is saved with the name of the parameter: whoever reads it in backward gathers its unit first.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ class Aside:
             self._keeps = self.was_missed = self._keeps_graphs()
         if not self.entered:
             self._inputs = None
+
+    def miss(self) -> None:
+        """The forward that has just ended returned something in which tensors may be hidden, so
+        backward may come to them unseen.
+        """
+        self.was_missed = not self._keeps
+        self._keeps, self.is_idle = True, False
 
     def _parts(self) -> Iterator[nn.Module]:
         module = self.module()

@@ -239,11 +239,14 @@ class Node:
         if torch_private.inside_transform() and torch.is_grad_enabled():
             output = transform(output, self._announce)
             watched = [t for t in tensors_in(output) if t.is_floating_point()]
-        self._let_units_go(output, bool(watched))
+        hides = not watched and torch.is_grad_enabled() and _may_hide_tensors(output)
+        if hides:
+            self.aside.miss()
+        self._let_units_go(bool(watched) or hides)
         return output
 
     @torch_private.outside_transforms
-    def _let_units_go(self, output: Any, awaits_backward: bool) -> None:
+    def _let_units_go(self, awaits_backward: bool) -> None:
         engine = self.engine
         recomputes = torch_private.inside_backward()
         self._leave()
@@ -257,8 +260,6 @@ class Node:
                 if not recomputes:  # else the backward that asked for it still needs the unit
                     engine.schedule.after_forward(unit)
         if engine.forward_root is self and not recomputes:
-            if not awaits_backward:
-                self._check_output(output)
             # A loss may be kept beside the output: what backward needs of the root stays for it.
             engine.end_forward(awaits_backward or (self._trains and not engine.ran_backward))
 
@@ -275,19 +276,7 @@ class Node:
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.module.training
 
-    def _check_output(self, output: Any) -> None:
-        """Error where nothing in a training output carries a gradient that we can see."""
-        # What could hide a tensor from `tensors_in`.
-        hidden = (leaf for leaf in leaves(output) if not isinstance(leaf, _PLAIN))
-        opaque = next(hidden, None) if self._trains else None
-        if opaque is not None and self.engine.schedule.reduce_order:
-            raise RuntimeError(
-                f"{type(self.module).__name__} returned a {type(opaque).__name__}, in which no "
-                "tensor with a gradient was found, so backward would not gather its parameters; "
-                "return tensors in tuples, lists, dicts or dataclasses, or call it under "
-                "torch.no_grad()"
-            )
-
+    @torch_private.never_compiled
     def _explain(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward may have ended in an error that we can say more about; the pass ends with it."""
         error, engine = sys.exc_info()[1], self._engine
@@ -464,6 +453,13 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(getattr(value, field.name))
     else:
         yield value
+
+
+def _may_hide_tensors(output: Any) -> bool:
+    """Whether something in it is no container that `leaves` knows: an object of a user's class, a
+    generator.
+    """
+    return any(not isinstance(leaf, _PLAIN) for leaf in leaves(output))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -236,6 +236,10 @@ class GroupRuns:
         changed = [run for run in self.runs if run.changed]
         if changed:
             _share_numbers([run for run in changed if len(run.members) > 1])
+            stepped = {id(member) for run in changed for member in run.members}
+            for parameter in self._parameters:  # in this order, as a step without runs enters them
+                if id(parameter) in stepped:
+                    public[parameter]
             for run in changed:
                 run.show_state(public)
             shared = (numbers for run in self.runs for numbers, _ in run.shared.values())

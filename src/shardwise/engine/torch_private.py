@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -188,13 +189,26 @@ foreach_norm = torch._foreach_norm
 
 # Modules
 
+
+def _as_dict(get: Callable[[nn.Module], Any]) -> Callable[[nn.Module], dict[str, Any]]:
+    """`get`, and of a scripted module a copy of what it has in the place of a dict."""
+
+    def own(module: nn.Module) -> dict[str, Any]:
+        found = get(module)
+        return found if isinstance(found, dict) else dict(found.items())
+
+    return own
+
+
 # A module's own dicts. Hanging a parameter up is one dict write, many times a step: `setattr` takes
 # microseconds for it, and passes through whatever the module's class does there. Without them ties
 # cannot be made or seen: `named_parameters` skips what it has met.
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _as_dict(
+    attrgetter("_parameters")
+)
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = _as_dict(attrgetter("_buffers"))
 forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _as_dict(attrgetter("_modules"))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -227,14 +241,26 @@ def never_compiled(function: Call) -> Call:
     """`function`, run as it is also when what calls it is compiled. (torch.compiler.disable would
     load the compiler for everybody.)
     """
+    frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or frame_callback() is not None:
             return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
         return function(*args, **kwargs)
 
+    _skip_frames(cast(FunctionType, call))
     return cast(Call, call)
+
+
+def _skip_frames(function: FunctionType) -> None:
+    """Let the compiler leave the function's own code as it is. With `fullgraph=True` what cannot be
+    compiled would be an error.
+    """
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    default = torch._C._dynamo.eval_frame._FrameAction.DEFAULT
+    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, default)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def compiles_frames() -> bool:
@@ -583,12 +609,19 @@ def views_of(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]
 
 @functools.cache
 def _teach_dtensors() -> None:
-    """Let copy.deepcopy and torch.save take a DTensor that stands on a part of a storage. torch
-    takes one that does not start there for a tensor with memory of its own, and fails. (A DTensor
-    that claims to start there is no way out: torch.compile rejects it.)
+    """Let copy.deepcopy, torch.save and what stages an asynchronous checkpoint take a DTensor that
+    stands on a part of a storage. torch takes one that does not start there for a tensor with
+    memory of its own, and fails. (A DTensor that claims to start there is no way out: torch.compile
+    rejects it.)
     """
-    for name, method in (("__deepcopy__", _deepcopy), ("__reduce_ex__", _reduce)):
+    methods = {"__deepcopy__": _deepcopy, "__reduce_ex__": _reduce, "data_ptr": _address}
+    for name, method in methods.items():
         setattr(DTensor, name, method)
+
+
+def _address(tensor: DTensor) -> int:
+    """0, as of any DTensor that starts where its storage does: it has no memory of its own."""
+    return int(torch.Tensor.data_ptr(tensor) - tensor.storage_offset() * tensor.itemsize)
 
 
 def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:

@@ -284,26 +284,27 @@ def become_sharded(module: nn.Module) -> None:
     original = type(module)
     if original not in _classes:
         known = {*dir(nn.Module), *dir(FSDPModule)}
-        methods = {
-            name: _explained(method)
-            for base in reversed(original.__mro__)
-            if issubclass(base, nn.Module)
-            for name, method in vars(base).items()
-            if isinstance(method, FunctionType) and name not in known and name[:2] != "__"
-        }
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), methods)
+        sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+        for name in dir(original):
+            home = next((base for base in original.__mro__ if name in vars(base)), object)
+            method = vars(home).get(name)
+            is_own = issubclass(home, nn.Module) and name not in known and name[:2] != "__"
+            if is_own and isinstance(method, FunctionType):
+                setattr(sharded, name, _explained(sharded, method, name))
+        _classes[original] = sharded
     module.__class__ = _classes[original]
 
 
-def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose error for reading sharded parameters names the call that makes it work."""
+def _explained(sharded: type, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A method whose error for reading sharded parameters names the call that makes it work. It
+    calls what the original class has under that name by then.
+    """
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, *args, **kwargs)
+            return getattr(super(sharded, self), name)(*args, **kwargs)
         except RuntimeError as error:
-            name = method.__name__
             explain(
                 error,
                 f"Call register_fsdp_forward_method(module, {name!r}) before `{name}`, so that it "

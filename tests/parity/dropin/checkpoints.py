@@ -87,6 +87,32 @@ def model_and_optimizer(api: Api, saver: str, optimizer: str) -> None:
     assert_trains_alike(fresh, alone, steps=2, optimizer=[opt, opts[1]], data=_data)
 
 
+@case(2)
+def saved_while_training_goes_on(api: Api) -> None:
+    """An asynchronous save has the values of its call, of parameters and of the optimizer."""
+    alone, model = twins(Stack, *ODD)
+    wrap(api, model, mesh=line())
+    opts = optimizers_of("adamw", model, alone)
+    assert_trains_alike(model, alone, steps=2, optimizer=opts, data=_data)
+    fresh = _other(api, "blocks", line())
+    opt = optimizers_of("adamw", fresh)[0]
+    with _folder() as folder:
+        values, state = get_state_dict(model, opts[0])
+        both = {"model": values, "optimizer": state}
+        # Its thread sends while training does.
+        saving = dcp.async_save(both, checkpoint_id=folder, process_group=dist.new_group())
+        for step in range(2):
+            model(_data(step, dist.get_rank())).square().mean().backward()
+            opts[0].step()
+            opts[0].zero_grad()
+        saving.result()
+        values, state = get_state_dict(fresh, opt)
+        dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
+        set_state_dict(fresh, opt, model_state_dict=values, optim_state_dict=state)
+    assert_same_parameters(fresh, alone)
+    assert_trains_alike(fresh, alone, steps=2, optimizer=[opt, opts[1]], data=_data)
+
+
 @case(4, saver=ENGINES, shapes=(("line", "grid"), ("grid", "line")))
 def another_mesh(api: Api, saver: str, shapes: tuple[str, str]) -> None:
     """Saved on one mesh, loaded on another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -65,6 +66,64 @@ def making_another_instance(api: Api) -> None:
     other = type(model)(WIDTH, 4)
     assert type(other) is Stack
     assert other.layers[0].up.weight.shape == (4, WIDTH)
+
+
+class Doubles:
+    """No module, and says what the module beside it would say otherwise."""
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class Named(Block):
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def factor(self) -> float:
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.before(x))
+
+
+class Renamed(Doubles, Named):
+    """Has other kinds of attributes under the names of a base's methods."""
+
+    factor = 3.0  # type: ignore[assignment]
+
+    @staticmethod
+    def between(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.between(x) * self.factor)
+
+
+@case(2)
+def attributes_as_the_class_has_them(api: Api) -> None:
+    """The wrapped class inherits by the original's order of bases, whatever kind it is."""
+    alone, model = twins(Stack)
+    for each in (alone, model):
+        torch.manual_seed(3)
+        each.layers[1] = Renamed(WIDTH, 5)
+    wrap(api, model, mesh=line())
+    assert_trains_alike(model, alone)
+
+
+@case(2)
+def methods_replaced_in_the_class(api: Api) -> None:
+    """A method that the original class gets after wrapping is the wrapped module's, too."""
+    alone, model = twins(Stack)
+    for each in (alone, model):
+        torch.manual_seed(3)
+        each.layers[1] = Named(WIDTH, 5)
+    wrap(api, model, mesh=line())
+    assert_trains_alike(model, alone, steps=1)
+    with mock.patch.object(Named, "before", lambda self, x: -x):
+        assert_trains_alike(model, alone, steps=1)
 
 
 @case(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -370,6 +371,61 @@ def compiled_blocks(api: Api, backend: str) -> None:
         assert_trains_alike(model, alone)
     finally:
         torch._dynamo.reset()
+
+
+@case(2, when=("before", "after"), how=("in place", "a wrapper"))
+def compiled_blocks_without_graph_breaks(api: Api, when: str, how: str) -> None:
+    """`fullgraph=True` is about the blocks' own code, not about what runs around it."""
+    torch._dynamo.reset()
+    alone, model = twins(Stack)
+    if when == "after":
+        wrap(api, model, mesh=line())
+    for i, layer in enumerate(model.layers):
+        if how == "in place":
+            layer.compile(backend="eager", fullgraph=True)
+        else:
+            model.layers[i] = torch.compile(layer, backend="eager", fullgraph=True)
+    if when == "before":
+        wrap(api, model, mesh=line())
+    opts = optimizers_of("adamw", model, alone)
+    try:
+        for step in range(2):
+            batches = [batch(step, i) for i in range(2)]
+            average_backward(alone, batches)
+            square_loss(model, batches[dist.get_rank()]).backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+    finally:
+        torch._dynamo.reset()
+    for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_close(got, expected, "a parameter of compiled blocks")
+
+
+class Scripted(nn.Module):
+    """No parameters: torch lets nobody replace those of a scripted module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * self.scale
+
+
+@case(2, way=("script", "trace"))
+def scripted_parts(api: Api, way: str) -> None:
+    alone, model = twins(Stack)
+    for each in (alone, model):
+        with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+            made: Any = torch.jit.script(Scripted())
+            if way == "trace":
+                made = torch.jit.trace(Scripted(), batch(0, 0))
+        torch.manual_seed(3)
+        each.layers[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), made)
+    wrap(api, model, mesh=line())
+    assert_trains_alike(model, alone)
+    assert list(model.state_dict()) == list(alone.state_dict())
 
 
 @case(2)

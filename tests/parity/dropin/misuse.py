@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -237,3 +238,25 @@ def a_failed_call_can_be_repeated(api: Api) -> None:
         api.fully_shard(model, mesh=line(), reshard_after_forward="yes")
     assert type(model.weight) is nn.Parameter
     assert torch.equal(model(torch.zeros(1, WIDTH))[0], model.bias)
+
+
+@case(2)
+def parameters_of_a_scripted_module(api: Api) -> None:
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Linear(WIDTH, 2)))
+    with raises((RuntimeError, ValueError), "scripted Linear|ScriptModules"):
+        api.fully_shard(model, mesh=line())
+
+
+@case(2)
+def parameters_without_a_shape(api: Api) -> None:
+    """The example that gives them one has to come first."""
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, 2))
+    with raises(RuntimeError, "'weight' of a LazyLinear has no shape yet|uninitialized parameter"):
+        api.fully_shard(model, mesh=line())
+        model(torch.ones(2, 3))
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, 2))
+    model(torch.ones(2, 3))
+    api.fully_shard(model, mesh=line())
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.parity.dropin.catalog import Api, case
 from tests.parity.dropin.common import (
+    OPTIMIZERS,
     WIDTH,
     assert_close,
     assert_same_parameters,
@@ -324,3 +325,24 @@ def state_in_training_order(api: Api) -> None:
         return value
 
     assert_trains_alike(model, alone, loss=loss)
+
+
+@case(2, optimizer=("adamw", "momentum", "adagrad"))
+def optimizer_state_in_the_order_of_parameters(api: Api, optimizer: str) -> None:
+    """State is listed as the optimizer's parameters are, whatever groups of `fully_shard` and of
+    the optimizer they are in.
+    """
+    alone, model = twins(Stack, WIDTH, 12)
+    wrap(api, model, mesh=line())
+    orders = []
+    for each in (model, alone):
+        names = dict(each.named_parameters())
+        biases = [p for name, p in names.items() if name.endswith("bias")]
+        groups = [{"params": [p for p in names.values() if all(p is not b for b in biases)]}]
+        opt = OPTIMIZERS[optimizer]([*groups, {"params": biases}])
+        each(batch(0, 0)).square().mean().backward()
+        opt.step()
+        keys = {id(p): name for name, p in names.items()}
+        orders.append([keys[id(p)] for p in opt.state])
+        assert list(opt.state_dict()["state"]) == list(range(len(names)))
+    assert orders[0] == orders[1]
