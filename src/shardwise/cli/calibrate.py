@@ -15,8 +15,8 @@ from shardwise.cli.help import HelpFormatter
 _HELP = """\
 Measures matrix products by shape and dtype, attention by length, convolutions, memory bandwidth and
 what norms, sums, casts and other movers of memory make of it, the collectives of gloo ranks that it
-starts itself, and what the host takes to issue work. Under torchrun its ranks are used; on several hosts collectives are measured inside a host,
-between hosts, and over all ranks.
+starts itself, and what the host takes to issue work. Under torchrun its ranks are used; on several
+hosts collectives are measured inside a host, between hosts, and over all ranks.
 The file has the median of each figure with its interquartile range (`spread`) and its source, and
 is a cluster that `shardwise plan --cluster FILE.toml` reads. Run it while nothing else runs.
 
