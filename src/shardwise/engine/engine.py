@@ -278,6 +278,7 @@ class Engine:
             if self.policy.frees_after_step and not self.schedule.keeps_graph:
                 unit.free()
             unit.hide()
+            unit.wait()  # gathered ahead in vain
 
     def before_forward(self, unit: Unit) -> None:
         recomputes = torch_private.inside_backward()
