@@ -30,6 +30,7 @@ from shardwise.engine.collectives import (
     let_go,
 )
 from shardwise.engine.extended import ExtendedParameters
+from shardwise.engine.storage import lent
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER, USE
 
@@ -214,12 +215,14 @@ class TensorExecutor:
 
     def show(self, unit: Unit) -> None:
         unit.touched = True
-        for places, key, shown, _ in unit.places:
-            places[key] = shown
+        for places, key, shown, visible in unit.places:
+            if not lent(places.get(key), visible):
+                places[key] = shown
 
     def hide(self, unit: Unit) -> None:
         for places, key, _, visible in unit.places:
-            places[key] = visible
+            if not lent(places.get(key), visible):
+                places[key] = visible
 
     def free(self, unit: Unit) -> None:
         p = unit.parameters

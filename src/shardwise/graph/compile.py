@@ -22,6 +22,7 @@ from shardwise.engine import torch_private as engine_private
 from shardwise.engine.api import shard
 from shardwise.engine.engine import Engine, engine_of
 from shardwise.engine.hooks import Node, cast_to, node_of, tensors_in
+from shardwise.engine.storage import lent
 from shardwise.engine.unit import Unit
 from shardwise.errors import nearest
 from shardwise.graph import torch_private
@@ -363,6 +364,8 @@ class CompiledModel:
         for unit in self.engine.units:
             if unit.parameters.tied:
                 return f"parameters of unit {unit.name!r} were tied after sharding"
+            if any(lent(own.get(key), visible) for own, key, _, visible in unit.places):
+                return f"tensors hang in the places of parameters of unit {unit.name!r}"
         return None
 
     # What the backend asks
