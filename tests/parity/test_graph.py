@@ -357,3 +357,33 @@ def by_inductor() -> float:
 
 def test_torchs_compiler_runs_the_same_graphs(two: Ranks) -> None:
     assert max(two.run(by_inductor, timeout=280.0)) <= 2e-2  # bf16, rounded in other places
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(3, 8), Block(8, 12)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        y: torch.Tensor = self.heads[head](self.block(self.stem(x)))
+        return y * self.scale if head else y
+
+
+def _run_other_graphs_in_one_step(name: str) -> None:
+    """Two graphs of one model that begin with the same parameter, and go on with others."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(alone.state_dict())
+    sw.compile(model, sw.Plan.of(name, mesh=2, average=True), backend="graph")
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        for head in (0, 1, 0):
+            assert torch.allclose(model(x, head), alone(x, head), atol=1e-6), (name, head)
+
+
+def test_graphs_that_begin_alike(two: Ranks) -> None:
+    for name in ("ddp", "zero1", "zero2", "zero3"):
+        two.run(_run_other_graphs_in_one_step, name)
