@@ -371,6 +371,39 @@ class TwoHeads(nn.Module):
         return y * self.scale if head else y
 
 
+def _accumulate(name: str, mesh: Any, sync: str, several: bool) -> None:
+    """Micro-batches that run the model several times, or use other parameters than the last."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(alone.state_dict())
+    sw.compile(model, sw.Plan.of(name, mesh=mesh, sync=sync, average=True), backend="graph")
+    opts = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, model)]
+    micro = [(torch.randn(4, 3), i % 2) for i in range(3)]
+    for _ in range(3):
+        for each, opt in zip((alone, model), opts, strict=True):
+            for x, head in micro if each is alone else sw.microbatches(model, micro):
+                out = each(x, 0) + each(2 * x, 1) if several else each(x, 1 - head)
+                out.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    assert engine_of(model).stand_in is not None
+    for key, ours in sw.full_state_dict(model).items():
+        assert torch.allclose(ours, alone.state_dict()[key], atol=1e-6), (name, sync, key)
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_micro_batches_of_other_parameters(two: Ranks, name: str, several: bool) -> None:
+    two.run(_accumulate, name, 2, "last", several)
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("sync", ["last", "scatter_each_reduce_last"])
+def test_micro_batches_of_other_parameters_on_four(four: Ranks, sync: str, several: bool) -> None:
+    four.run(_accumulate, "hsdp", (2, 2), sync, several)
+
+
 def _run_other_graphs_in_one_step(name: str) -> None:
     """Two graphs of one model that begin with the same parameter, and go on with others."""
     torch._dynamo.reset()
@@ -387,3 +420,15 @@ def _run_other_graphs_in_one_step(name: str) -> None:
 def test_graphs_that_begin_alike(two: Ranks) -> None:
     for name in ("ddp", "zero1", "zero2", "zero3"):
         two.run(_run_other_graphs_in_one_step, name)
+
+
+def _run_once_more_at_the_end() -> None:
+    model = sw.compile(TwoHeads(), sw.Plan.of("zero3", mesh=2, sync="last"), backend="graph")
+    x = torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match="TwoHeads ran 2 times with gradients in a step's last"):
+        for i in sw.microbatches(model, [1, 2]):
+            sum(model(x, 0).sum() for _ in range(i)).backward()
+
+
+def test_graphs_that_have_begun_to_sum(two: Ranks) -> None:
+    two.run(_run_once_more_at_the_end)
