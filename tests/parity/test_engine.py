@@ -832,6 +832,28 @@ def _penalty(name: str) -> float:
     return difference(sw.full_state_dict(model), expected)
 
 
+def _gradient_of_an_output(settings: dict[str, Any]) -> None:
+    """`torch.autograd.grad` of an output alone begins a backward that runs no unit."""
+    torch.manual_seed(0)
+    alone, model = Model(), Model()
+    model.load_state_dict(alone.state_dict())
+    sw.shard(model, sw.Plan.of("zero3", mesh=dist.get_world_size(), average=True, **settings))
+    for step in range(2):
+        for each in (alone, model):
+            out = each(token_batch(step, 0))
+            (gradient,) = torch.autograd.grad(out.square().mean(), [out], retain_graph=True)
+            (out * gradient).sum().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-6)
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_gradients_of_an_output_alone(four: Ranks) -> None:
+    for settings in ({"keep_after_forward": 2}, {"keep_after_forward": 2, "backward_prefetch": 3}):
+        four.run(_gradient_of_an_output, settings)
+
+
 @pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
 def test_gradients_of_inputs_alone(two: Ranks, name: str) -> None:
     assert max(two.run(_penalty, name)) <= BOUND

@@ -262,13 +262,13 @@ class Schedule(Generic[U]):
         frees = self.policy.frees_in_pass or (self.policy.frees_after_step and self.last_micro)
         frees = frees and not self.keeps_graph
         for unit in self.units:
-            unit.forget_piece()
             # A backward inside of a forward leaves the modules that run as they are.
             if not (unit.options.keep_after_backward or unit.running):
                 unit.hide()
                 if frees and not unit.needed_on:
                     unit.free()
-            unit.wait()  # gathered ahead in vain
+            unit.wait()  # gathered ahead in vain, maybe from the piece
+            unit.forget_piece()
 
     def complete(self, units: Sequence[U]) -> None:
         """Sum over all ranks what earlier backwards of the step have left of these units."""
