@@ -206,6 +206,12 @@ def _twice() -> None:
     sw.fully_shard(model)
     with pytest.raises(ValueError, match="Model is sharded already, by fully_shard"):
         sw.shard(model, plan)
+    for name in ("ddp", "zero1", "zero3"):
+        first, second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+        second[0].weight = first.weight
+        sw.shard(first, sw.Plan.of(name, mesh=2))
+        with pytest.raises(ValueError, match=r"parameter '0.weight' of Sequential (is|was) sharded"):
+            sw.shard(second, sw.Plan.of(name, mesh=2))
 
 
 def test_sharding_twice(two: Ranks) -> None:
