@@ -160,12 +160,23 @@ class Branching(nn.Module):
         return x
 
 
-def fall_back() -> tuple[str, float]:
+class Choosing(Branching):
+    """Its forward asks how many rows there are of a kind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            some = (x.sum(1) > 0).nonzero()[:, 0]
+            if len(some):
+                x = x.index_add(0, some, layer(x[some]))
+        return x
+
+
+def fall_back(kind: type[nn.Module]) -> tuple[str, float]:
     torch.compiler.reset()
 
     def run(compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)
-        model = Branching()
+        model = kind()
         plan = sw.Plan.of("zero3", mesh=2, units=("layers.*",))
         sw.compile(model, plan, backend="graph") if compiled else sw.shard(model, plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,9 +194,10 @@ def fall_back() -> tuple[str, float]:
 
 
 def test_a_model_that_cannot_be_traced_runs_by_the_hooks_and_the_line_is_named(two: Ranks) -> None:
-    for message, difference in two.run(fall_back):
-        assert "test_graph.py:" in message and "item()" in message
-        assert difference == 0
+    for kind, says in ((Branching, "item()"), (Choosing, "data-dependent")):
+        for message, difference in two.run(fall_back, kind):
+            assert "test_graph.py:" in message and says in message
+            assert difference == 0
 
 
 def kept_alive() -> int:
