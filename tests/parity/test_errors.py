@@ -367,3 +367,17 @@ def _loop_that_an_exception_keeps(name: str) -> float:
 def test_loops_over_micro_batches_that_overlap(two: Ranks, name: str) -> None:
     two.run(_loops_inside_each_other, name)
     assert max(two.run(_loop_that_an_exception_keeps, name)) <= 1e-6
+
+
+def _frozen_here(name: str) -> None:
+    model = build("even")
+    model.head.weight.requires_grad_(dist.get_rank() == 0)
+    sw.shard(model, sw.Plan.of(name, mesh=2))
+    tokens = token_batch(0, 0)
+    with pytest.raises(RuntimeError, match=r"'head.weight' has requires_grad=False .* \(\[1\]\)"):
+        loss_sum(model(tokens), tokens).backward()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_parameter_frozen_on_some_ranks(two: Ranks, name: str) -> None:
+    two.run(_frozen_here, name)
