@@ -16,6 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.arena import COMPUTE, REPLICAS, SCATTERS, Arena, Loan, Placed
@@ -30,7 +32,6 @@ from shardwise.engine.collectives import (
     let_go,
 )
 from shardwise.engine.extended import ExtendedParameters
-from shardwise.engine.storage import lent
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER, USE
 
@@ -471,3 +472,18 @@ class TensorExecutor:
 def marked(name: str, unit: str) -> AbstractContextManager[Any]:
     """What the host does inside is `name` for `unit`, if a profile listens."""
     return _NOTHING if marks.on is None else marks.on.range(name, unit)
+
+
+def lent(found: Any, visible: nn.Parameter) -> bool:
+    """What hangs in a parameter's place is no parameter: a tensor that `torch.func.functional_call`
+    has put there for one call, which computes with it. (The parameter itself, detached, stands for
+    the parameter.)
+    """
+    if type(found) is not DTensor:
+        return type(found) is torch.Tensor
+    if found is visible or isinstance(found, nn.Parameter):
+        return False
+    ours, theirs = (
+        torch_private.local_of(each).untyped_storage().data_ptr() for each in (visible, found)
+    )
+    return ours != theirs

@@ -370,19 +370,6 @@ class Parameters:
             )
 
 
-def lent(found: Any, visible: nn.Parameter) -> bool:
-    """What hangs in a parameter's place is no parameter: a tensor that `torch.func.functional_call`
-    has put there for one call, which computes with it. (The parameter itself, detached, stands for
-    the parameter.)
-    """
-    if type(found) is not DTensor:
-        return type(found) is torch.Tensor
-    if found is visible or isinstance(found, nn.Parameter):
-        return False
-    ours, theirs = (local_of(each).untyped_storage().data_ptr() for each in (visible, found))
-    return ours != theirs
-
-
 def keeper_of(parameter: torch.Tensor) -> Parameters | None:
     """Who keeps the master of a parameter that users see; None for any other tensor."""
     keeper: weakref.ref[Parameters] | None = parameter.__dict__.get(_KEEPER)

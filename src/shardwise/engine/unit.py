@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate, Shard
 from shardwise.engine import torch_private
 from shardwise.engine.arena import COMPUTE, GATHERS, KEPT, SCATTERS, Loan, place
 from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack, allocate, let_go
-from shardwise.engine.executor import TensorExecutor
+from shardwise.engine.executor import TensorExecutor, lent
 from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
 from shardwise.engine.mesh import Mesh, MeshPlacement
-from shardwise.engine.storage import Member, Parameters, Take, fingerprint, lent
+from shardwise.engine.storage import Member, Parameters, Take, fingerprint
 from shardwise.engine.torch_private import parameters_of
 from shardwise.planning.executor import NEAR_BYTES
 from shardwise.planning.rows import Layout

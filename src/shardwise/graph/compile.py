@@ -21,8 +21,8 @@ from torch.fx import Graph
 from shardwise.engine import torch_private as engine_private
 from shardwise.engine.api import shard
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.executor import lent
 from shardwise.engine.hooks import Node, cast_to, node_of, tensors_in
-from shardwise.engine.storage import lent
 from shardwise.engine.unit import Unit
 from shardwise.errors import nearest
 from shardwise.graph import torch_private
