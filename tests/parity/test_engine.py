@@ -832,6 +832,28 @@ def _penalty(name: str) -> float:
     return difference(sw.full_state_dict(model), expected)
 
 
+def _gradient_of_an_output(settings: dict[str, Any]) -> None:
+    """`torch.autograd.grad` of an output alone begins a backward that runs no unit."""
+    torch.manual_seed(0)
+    alone, model = Model(), Model()
+    model.load_state_dict(alone.state_dict())
+    sw.shard(model, sw.Plan.of("zero3", mesh=dist.get_world_size(), average=True, **settings))
+    for step in range(2):
+        for each in (alone, model):
+            out = each(token_batch(step, 0))
+            (gradient,) = torch.autograd.grad(out.square().mean(), [out], retain_graph=True)
+            (out * gradient).sum().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-6)
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_gradients_of_an_output_alone(four: Ranks) -> None:
+    for settings in ({"keep_after_forward": 2}, {"keep_after_forward": 2, "backward_prefetch": 3}):
+        four.run(_gradient_of_an_output, settings)
+
+
 @pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
 def test_gradients_of_inputs_alone(two: Ranks, name: str) -> None:
     assert max(two.run(_penalty, name)) <= BOUND
@@ -1056,3 +1078,74 @@ def _whole(gradient: Any) -> torch.Tensor:
 @pytest.mark.parametrize("own_unit", [False, True])
 def test_a_norm_with_statistics_trains_in_16_bits(two: Ranks, name: str, own_unit: bool) -> None:
     assert all(two.run(_train_normed, name, own_unit))
+
+
+class Generating(nn.Module):
+    """One layer computes with a matrix that another one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.makes = nn.Linear(4, 8), nn.Linear(8, 64)
+        self.block, self.layer, self.head = Block(8, 16), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(self.stem(x))
+        made = self.makes(x.mean(0)).view(8, 8)
+        return self.head(functional_call(self.layer, {"weight": made}, (x,)))
+
+
+def _lend(name: str, settings: dict[str, Any], compiled: bool) -> None:
+    """`functional_call` computes with what it is given, and the parameters stay what they were."""
+    torch.manual_seed(0)
+    alone, model = Generating(), Generating()
+    model.load_state_dict(alone.state_dict())
+    plan = sw.Plan.of(name, mesh=2, average=True, **settings)
+    if compiled:
+        torch._dynamo.reset()
+        sw.compile(model, plan, backend="graph")
+    else:
+        sw.shard(model, plan)
+    x, bias = torch.randn(4, 4), torch.randn(2)
+    for _ in range(2):
+        for each in (alone, model):
+            opt = torch.optim.AdamW(each.parameters(), lr=0.1)
+            each(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            functional_call(each, {"head.bias": bias}, (x,)).square().mean().backward()
+            assert each.head.bias.grad is None and each.layer.weight.grad is None
+            opt.step()
+            opt.zero_grad()
+        ours, theirs = sw.full_state_dict(model), alone.state_dict()
+        assert difference(ours, theirs) < BOUND, name
+
+
+@pytest.mark.filterwarnings("ignore:Generating is run by the engine's hooks")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensors_lent_for_a_call(two: Ranks, compiled: bool) -> None:
+    for name in ("ddp", "zero1", "zero2", "zero3"):
+        two.run(_lend, name, {}, compiled)
+    two.run(_lend, "zero3", {"units": [nn.Linear]}, compiled)
+
+
+class Halving(nn.Module):
+    """One layer computes with half of its own matrix, which is read before it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = {"weight": self.layer.weight * 0.5}
+        return self.head(functional_call(self.layer, half, (self.stem(x),)))
+
+
+def _lend_a_part(name: str) -> None:
+    model = sw.shard(Halving(), sw.Plan.of(name, mesh=2, units=[nn.Linear]))
+    with pytest.raises(RuntimeError, match="was read outside the forward of its unit"):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_rows_lent_for_a_call_are_an_error(two: Ranks, name: str) -> None:
+    two.run(_lend_a_part, name)

@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.parity.models import Model, build, loss_sum, token_batch
+from tests.parity.oracle import MAX_NORM, STEPS, difference, train_alone
 from tests.ranks import RankError, Ranks
 
 
@@ -206,6 +207,14 @@ def _twice() -> None:
     sw.fully_shard(model)
     with pytest.raises(ValueError, match="Model is sharded already, by fully_shard"):
         sw.shard(model, plan)
+    for name in ("ddp", "zero1", "zero3"):
+        first, second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+        second[0].weight = first.weight
+        sw.shard(first, sw.Plan.of(name, mesh=2))
+        with pytest.raises(
+            ValueError, match=r"parameter '0.weight' of Sequential (is|was) sharded"
+        ):
+            sw.shard(second, sw.Plan.of(name, mesh=2))
 
 
 def test_sharding_twice(two: Ranks) -> None:
@@ -312,3 +321,63 @@ def test_parts_of_a_replicated_model_that_are_called_by_themselves(two: Ranks) -
         two.run(_call_parts, "ddp", False)
     for error in caught.value.errors:
         assert error is not None and "Call the model itself, not its parts" in error
+
+
+def _loops_inside_each_other(name: str) -> None:
+    model = _shard(name, 2)
+    tokens = token_batch(0, dist.get_rank())
+    with pytest.raises(RuntimeError, match=r"another loop .* began in micro-batch 1 of 2"):
+        for _ in sw.microbatches(model, [0, 1]):
+            for _ in sw.microbatches(model, [0, 1]):
+                loss_sum(model(tokens), tokens).backward()
+
+
+def _loop_that_an_exception_keeps(name: str) -> float:
+    """Its end comes with the exception's, in the midst of a later step, and does nothing to it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = _shard(name, world)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kept: Exception | None = None
+
+    def leave() -> None:
+        for _ in sw.microbatches(model, [0, 1]):
+            loss_sum(model(token_batch(9, rank)), token_batch(9, rank)).backward()
+            raise ArithmeticError("planted")
+
+    for step in range(STEPS):
+        try:
+            leave()
+        except ArithmeticError as error:
+            kept = error
+        batches = [token_batch(step, i) for i in range(2 * world)]
+        total = sum(tokens.numel() for tokens in batches)
+        for tokens in sw.microbatches(model, batches[2 * rank : 2 * rank + 2]):
+            loss_sum(model(tokens), tokens).div(total).backward()
+            if kept is not None:
+                kept.__traceback__ = kept = None
+        sw.clip_grad_norm(model, MAX_NORM)
+        opt.step()
+        opt.zero_grad()
+    expected = train_alone("even", "float32", "adamw", (2,) * world)
+    return difference(sw.full_state_dict(model), expected)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_loops_over_micro_batches_that_overlap(two: Ranks, name: str) -> None:
+    two.run(_loops_inside_each_other, name)
+    assert max(two.run(_loop_that_an_exception_keeps, name)) <= 1e-6
+
+
+def _frozen_here(name: str) -> None:
+    model = build("even")
+    model.head.weight.requires_grad_(dist.get_rank() == 0)
+    sw.shard(model, sw.Plan.of(name, mesh=2))
+    tokens = token_batch(0, 0)
+    with pytest.raises(RuntimeError, match=r"'head.weight' has requires_grad=False .* \(\[1\]\)"):
+        loss_sum(model(tokens), tokens).backward()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_parameter_frozen_on_some_ranks(two: Ranks, name: str) -> None:
+    two.run(_frozen_here, name)

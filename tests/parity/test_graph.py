@@ -160,12 +160,23 @@ class Branching(nn.Module):
         return x
 
 
-def fall_back() -> tuple[str, float]:
+class Choosing(Branching):
+    """Its forward asks how many rows there are of a kind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            some = (x.sum(1) > 0).nonzero()[:, 0]
+            if len(some):
+                x = x.index_add(0, some, layer(x[some]))
+        return x
+
+
+def fall_back(kind: type[nn.Module]) -> tuple[str, float]:
     torch.compiler.reset()
 
     def run(compiled: bool) -> torch.Tensor:
         torch.manual_seed(0)
-        model = Branching()
+        model = kind()
         plan = sw.Plan.of("zero3", mesh=2, units=("layers.*",))
         sw.compile(model, plan, backend="graph") if compiled else sw.shard(model, plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,9 +194,10 @@ def fall_back() -> tuple[str, float]:
 
 
 def test_a_model_that_cannot_be_traced_runs_by_the_hooks_and_the_line_is_named(two: Ranks) -> None:
-    for message, difference in two.run(fall_back):
-        assert "test_graph.py:" in message and "item()" in message
-        assert difference == 0
+    for kind, says in ((Branching, "item()"), (Choosing, "data-dependent")):
+        for message, difference in two.run(fall_back, kind):
+            assert "test_graph.py:" in message and says in message
+            assert difference == 0
 
 
 def kept_alive() -> int:
@@ -357,3 +369,78 @@ def by_inductor() -> float:
 
 def test_torchs_compiler_runs_the_same_graphs(two: Ranks) -> None:
     assert max(two.run(by_inductor, timeout=280.0)) <= 2e-2  # bf16, rounded in other places
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(3, 8), Block(8, 12)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        y: torch.Tensor = self.heads[head](self.block(self.stem(x)))
+        return y * self.scale if head else y
+
+
+def _accumulate(name: str, mesh: Any, sync: str, several: bool) -> None:
+    """Micro-batches that run the model several times, or use other parameters than the last."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(alone.state_dict())
+    sw.compile(model, sw.Plan.of(name, mesh=mesh, sync=sync, average=True), backend="graph")
+    opts = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, model)]
+    micro = [(torch.randn(4, 3), i % 2) for i in range(3)]
+    for _ in range(3):
+        for each, opt in zip((alone, model), opts, strict=True):
+            for x, head in micro if each is alone else sw.microbatches(model, micro):
+                out = each(x, 0) + each(2 * x, 1) if several else each(x, 1 - head)
+                out.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    assert engine_of(model).stand_in is not None
+    for key, ours in sw.full_state_dict(model).items():
+        assert torch.allclose(ours, alone.state_dict()[key], atol=1e-6), (name, sync, key)
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_micro_batches_of_other_parameters(two: Ranks, name: str, several: bool) -> None:
+    two.run(_accumulate, name, 2, "last", several)
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("sync", ["last", "scatter_each_reduce_last"])
+def test_micro_batches_of_other_parameters_on_four(four: Ranks, sync: str, several: bool) -> None:
+    four.run(_accumulate, "hsdp", (2, 2), sync, several)
+
+
+def _run_other_graphs_in_one_step(name: str) -> None:
+    """Two graphs of one model that begin with the same parameter, and go on with others."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(alone.state_dict())
+    sw.compile(model, sw.Plan.of(name, mesh=2, average=True), backend="graph")
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        for head in (0, 1, 0):
+            assert torch.allclose(model(x, head), alone(x, head), atol=1e-6), (name, head)
+
+
+def test_graphs_that_begin_alike(two: Ranks) -> None:
+    for name in ("ddp", "zero1", "zero2", "zero3"):
+        two.run(_run_other_graphs_in_one_step, name)
+
+
+def _run_once_more_at_the_end() -> None:
+    model = sw.compile(TwoHeads(), sw.Plan.of("zero3", mesh=2, sync="last"), backend="graph")
+    x = torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match="TwoHeads ran 2 times with gradients in a step's last"):
+        for i in sw.microbatches(model, [1, 2]):
+            sum(model(x, 0).sum() for _ in range(i)).backward()
+
+
+def test_graphs_that_have_begun_to_sum(two: Ranks) -> None:
+    two.run(_run_once_more_at_the_end)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.engine import engine_of
 from shardwise.engine.words import Control, control_of
+from shardwise.schedule.unit import State
 from tests.parity.dropin.afterwards import Language
 from tests.parity.dropin.common import WIDTH, assert_close, batch, square_loss, twins
 from tests.parity.dropin.lifetimes import (
@@ -289,6 +291,30 @@ def _clip_a_replaced_gradient() -> None:
 
 def test_clipping_a_replaced_gradient(two: Ranks) -> None:
     two.run(_clip_a_replaced_gradient)
+
+
+def _leave_a_block_out() -> None:
+    """What was sent for a block that is gathered ahead and does not run is read all the same: its
+    senders keep it until then, and have no memory for more when there is too much of it.
+    """
+    for name, settings in (("zero1", {}), ("zero2", {}), ("zero3", {"keep_after_forward": True})):
+        torch.manual_seed(0)
+        model = sw.shard(Moody(), sw.Plan.of(name, mesh=2, units=[nn.Linear], **settings))
+        opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for how in ("", "", "block", "block"):
+            loss = model(batch(0, 0), how).square().mean()
+            assert all(u.state is not State.GATHERING for u in engine_of(model).units), name
+            loss.backward()
+            assert all(u.state is not State.GATHERING for u in engine_of(model).units), name
+            opt.step()
+            opt.zero_grad()
+            with torch.no_grad():
+                model(batch(0, 0), how)
+            assert all(u.state is not State.GATHERING for u in engine_of(model).units), name
+
+
+def test_what_is_gathered_in_vain_is_read(two: Ranks) -> None:
+    two.run(_leave_a_block_out)
 
 
 def _another_world() -> None:

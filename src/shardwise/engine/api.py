@@ -49,13 +49,23 @@ def shard(model: nn.Module, plan: Plan, device: torch.device | None = None) -> n
 
 
 def check_whole(model: nn.Module) -> None:
-    """Error for a model of which something is sharded already."""
+    """Error for what is no model, or one of which something is sharded already."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r:.40}, a {type(model).__name__}, expected an nn.Module")
     for name, module in model.named_modules():
         if is_sharded(module):
             raise ValueError(
                 f"{_how_sharded(name, module)}; sw.shard takes a whole, unsharded model"
             )
     check_unplanned(model)
+    for name, parameter in model.named_parameters():
+        moved = getattr(parameter, "_shardwise_moved", None)
+        if moved is not None:
+            raise ValueError(
+                f"parameter {name!r} of {type(model).__name__} was sharded already, as {moved!r} "
+                "of another model, which has a sharded one in its place now; shard one module that "
+                "has both models inside, or give each a parameter of its own"
+            )
 
 
 def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:

@@ -72,7 +72,8 @@ class Agreement:
 
     def check_values(self, units: Sequence[Unit]) -> None:
         """Once, before the first pass: error if ranks were given different models; error (under a
-        Plan) or warning if different initial values. Names the first parameter that differs.
+        Plan) if they train other parameters; error (under a Plan) or warning if different initial
+        values. Names the first parameter that differs.
         """
         self.compared_values = True
         sums = [unit.parameters.checksums for unit in units]
@@ -85,10 +86,21 @@ class Agreement:
             for unit in units
             for member in unit.parameters.members
         }
-        said = self.everybody((digest(model), None if changed else digest(mine)))
-        if len({of_model for of_model, _ in said}) > 1:
+        trained = {
+            member.name: visible.requires_grad
+            for unit in units
+            if self.policy.needs_equal_values
+            for member, visible in zip(
+                unit.parameters.members, unit.parameters.visible, strict=True
+            )
+        }
+        mine_said = digest(model), digest(trained), None if changed else digest(mine)
+        said = self.everybody(mine_said)
+        if len({of_model for of_model, *_ in said}) > 1:
             self._check_models(self.everybody(model))
-        values = {of_values for _, of_values in said}
+        if len({of_trained for _, of_trained, _ in said}) > 1:
+            self._check_trained(self.everybody(trained))
+        values = {of_values for *_, of_values in said}
         if None in values or len(values) <= 1:
             return
         name = _first_difference(self.everybody(mine))
@@ -142,6 +154,16 @@ class Agreement:
             f"ranks have different models: {name!r} is not of the same shape on all of them "
             f"({listed}; parameters in all: {counts}). They gather and reduce together, so build "
             "the same layers on every rank"
+        )
+
+    @staticmethod
+    def _check_trained(trained: list[dict[str, bool]]) -> None:
+        """Error on every rank that names a parameter which only some of them train."""
+        name = _first_difference(trained)
+        ranks = [rank for rank, each in enumerate(trained) if not each[name]]
+        raise RuntimeError(
+            f"parameter {name!r} has requires_grad=False on some ranks only ({ranks}); ranks "
+            "reduce together, so freeze the same parameters on all of them"
         )
 
     def check_unit(self, name: str, at: int) -> None:

@@ -99,6 +99,7 @@ class Engine:
         self.ran_backward = False  # inside of the forward that runs
         self.failed = False  # a forward of this step ended in an exception
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
+        self.loop: object | None = None  # over `microbatches`, the one that runs
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
         self._past = GradientsPast()
@@ -278,6 +279,7 @@ class Engine:
             if self.policy.frees_after_step and not self.schedule.keeps_graph:
                 unit.free()
             unit.hide()
+            unit.wait()  # gathered ahead in vain
 
     def before_forward(self, unit: Unit) -> None:
         recomputes = torch_private.inside_backward()
@@ -493,6 +495,10 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     """
     engine = engine_of(model)
     engine.forget_interrupted()
+    if engine.loop is not None:  # left by an exception that somebody keeps, and the loop with it
+        engine.loop = engine.schedule.micro = None
+        engine.interrupt("")
+        engine.interrupted = None
     items = list(batches)
     total = len(items)
     # Nothing can be added to the messages of a graph by who runs none: all go by the hooks.
@@ -501,6 +507,7 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
         engine.run_nothing()
         return
     ran = 0
+    loop = engine.loop = object()
     if stand_in is not None:
         stand_in.unhang()
     try:
@@ -508,6 +515,11 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
             engine.schedule.micro = (i, total)
             before = engine.backwards
             yield item
+            if engine.loop is not loop:
+                raise RuntimeError(
+                    f"another loop over sw.microbatches of this model began in micro-batch {i + 1} "
+                    f"of {total}; its gradients are another step's. End one loop before the next"
+                )
             if engine.backwards == before:
                 raise RuntimeError(
                     f"micro-batch {i + 1} of {total} ran no backward; every micro-batch needs one "
@@ -515,10 +527,11 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 )
             ran += 1
     finally:
-        engine.schedule.micro = None
         if stand_in is not None:
             stand_in.hang()
-        if ran < total:
+        if mine := engine.loop is loop:
+            engine.loop = engine.schedule.micro = None
+        if mine and ran < total:
             engine.interrupt(
                 f"{ran} of {total} micro-batches ran; gradients are not reduced, and were dropped. "
                 "The loop over sw.microbatches was left early (break, return or an exception); run "

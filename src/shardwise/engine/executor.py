@@ -16,6 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.arena import COMPUTE, REPLICAS, SCATTERS, Arena, Loan, Placed
@@ -214,12 +216,16 @@ class TensorExecutor:
 
     def show(self, unit: Unit) -> None:
         unit.touched = True
-        for places, key, shown, _ in unit.places:
-            places[key] = shown
+        for places, key, shown, visible in unit.places:
+            found = places.get(key)
+            if found is visible or not lent(found, visible):
+                places[key] = shown
 
     def hide(self, unit: Unit) -> None:
-        for places, key, _, visible in unit.places:
-            places[key] = visible
+        for places, key, shown, visible in unit.places:
+            found = places.get(key)
+            if found is shown or not lent(found, visible):
+                places[key] = visible
 
     def free(self, unit: Unit) -> None:
         p = unit.parameters
@@ -468,3 +474,18 @@ class TensorExecutor:
 def marked(name: str, unit: str) -> AbstractContextManager[Any]:
     """What the host does inside is `name` for `unit`, if a profile listens."""
     return _NOTHING if marks.on is None else marks.on.range(name, unit)
+
+
+def lent(found: Any, visible: nn.Parameter) -> bool:
+    """What hangs in a parameter's place is no parameter: a tensor that `torch.func.functional_call`
+    has put there for one call, which computes with it. (The parameter itself, detached, stands for
+    the parameter.)
+    """
+    if type(found) is not DTensor:
+        return type(found) is torch.Tensor
+    if found is visible or isinstance(found, nn.Parameter):
+        return False
+    ours, theirs = (
+        torch_private.local_of(each).untyped_storage().data_ptr() for each in (visible, found)
+    )
+    return ours != theirs

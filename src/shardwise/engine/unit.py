@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shardwise.engine import torch_private
 from shardwise.engine.arena import COMPUTE, GATHERS, KEPT, SCATTERS, Loan, place
 from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack, allocate, let_go
-from shardwise.engine.executor import TensorExecutor
+from shardwise.engine.executor import TensorExecutor, lent
 from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
 from shardwise.engine.mesh import Mesh, MeshPlacement
@@ -397,6 +397,10 @@ class Unit(ScheduledUnit):
         """
         shown = self.is_shown and self.state is not State.FREE  # else a kept piece is
         self.hide()
+        if self.prepared and not self.in_place:
+            for places, key, full, visible in self.places:
+                if places.get(key) is full:  # put back by who has lent something, as it was then
+                    places[key] = visible
         if self.in_place:
             if shown:
                 self.show()
@@ -414,9 +418,10 @@ class Unit(ScheduledUnit):
 
     @property
     def in_place(self) -> bool:
-        """What hangs in the modules is what was put there, on the same memory."""
+        """What hangs in the modules is what was put there, on the same memory, or is lent."""
         for own, key, visible, memory in self.parameters.hung:
-            if own.get(key) is not visible or not memory.is_of(visible):
+            found = own.get(key)
+            if (found is not visible and not lent(found, visible)) or not memory.is_of(visible):
                 return False
         return True
 

@@ -21,6 +21,7 @@ from torch.fx import Graph
 from shardwise.engine import torch_private as engine_private
 from shardwise.engine.api import shard
 from shardwise.engine.engine import Engine, engine_of
+from shardwise.engine.executor import lent
 from shardwise.engine.hooks import Node, cast_to, node_of, tensors_in
 from shardwise.engine.unit import Unit
 from shardwise.errors import nearest
@@ -33,6 +34,7 @@ from shardwise.graph.passes.run import PASSES, PassOptions, PassSummary, run_pas
 from shardwise.graph.runtime import Gathering, Shelf, forget_early, know, note_gathers
 from shardwise.graph.trace import Guards, Inputs, Whole, traceable
 from shardwise.planning.plan import Plan
+from shardwise.planning.rows import Rows
 
 BACKENDS = ("inductor", "graph")
 
@@ -95,6 +97,8 @@ class CompiledModel:
         self._parts: list[Parts] = []
         self._facts: list[GraphParameter] = []
         self._held: list[Tensor | None] | None = None  # sums of this step's earlier micro-batches
+        self._forwards = 0  # of this micro-batch, that a backward may follow
+        self._sums_late = False  # some micro-batch had several: graphs leave all sums to the end
         self._whole: list[Tensor] | None = None  # parameters that stay whole over the step
         self._shelf: Shelf | None = None  # of the parts
         self._given_parts: list[Tensor | None] = []  # those that graphs are given
@@ -206,7 +210,9 @@ class CompiledModel:
             args, kwargs = cast_to((args, kwargs), root.input_dtype)
         schedule = self.engine.schedule
         trains = torch.is_grad_enabled()
-        ends = not trains or all(schedule.sync_now)
+        if trains:
+            self._count_forward()
+        ends = not trains or all(self._sync_now)
         keeps = trains and self._keeps_over_step and not schedule.last_micro and self._whole is None
         given = Inputs(
             self._given_parts,
@@ -234,6 +240,29 @@ class CompiledModel:
             for tensor in watched:
                 tensor.register_hook(begins)
         return output
+
+    @property
+    def _sync_now(self) -> tuple[bool, bool]:
+        """Whether graphs scatter, and all-reduce, the gradients of the pass that runs now."""
+        late = self.plan.sync != "last", False
+        return late if self._sums_late else self.engine.schedule.sync_now
+
+    def _count_forward(self) -> None:
+        """What earlier micro-batches have left is added by one graph of the last one: if several
+        of them are to run, by none.
+        """
+        schedule = self.engine.schedule
+        if schedule.micro is None:
+            return
+        self._forwards += 1
+        if self._forwards > 1 and not self._sums_late:
+            if self._held is not None and all(schedule.sync_now):
+                raise RuntimeError(
+                    f"{type(self.model).__name__} ran {self._forwards} times with gradients in a "
+                    "step's last micro-batch, and once in those before, and its graphs have begun "
+                    "to sum; run it as often in every micro-batch, or use sync='each'"
+                )
+            self._sums_late = not all(schedule.sync_now)
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -310,17 +339,43 @@ class CompiledModel:
         if self._sink.grad is None:
             found = [None] * len(found)
         self._sink.grad = None
+        self._forwards = 0
+        left = self._held or [None] * len(found)
+        if not all(self._sync_now):
+            left, found = list(map(_add, left, found)), [None] * len(found)
         if not all(engine.schedule.sync_now):
-            self._held = found if self._held is None else list(map(_add, self._held, found))
+            self._held = left
             return
+        self._sum_left(left, found)
         rest = iter(found)
         for parts in self._parts:
             parts.hand_over([next(rest) for _ in parts.leaves])
         self.forget_step()
         engine.end_step(ran=True)
 
+    def _sum_left(self, left: list[Tensor | None], found: list[Tensor | None]) -> None:
+        """Sum over the ranks, one by one, what the last graph has not taken along: gradients of
+        parameters that it did not use.
+        """
+        meshes = [parts.unit.mesh for parts in self._parts for _ in parts.leaves]
+        for number, (gradient, p, mesh) in enumerate(zip(left, self._facts, meshes, strict=True)):
+            if gradient is None or found[number] is not None:
+                continue
+            rows = gradient.new_empty(p.rows.part)
+            if self.plan.sync != "last":
+                rows.copy_(gradient)
+            else:
+                flat = _rank_after_rank(gradient / p.divide_before, p.rows)
+                if p.moves:
+                    mesh.shard.reduce_scatter(rows, flat).wait()
+                else:
+                    rows = flat
+            mesh.replicate.all_reduce(rows).wait()
+            found[number] = (rows / p.divide_after).to(p.master)
+
     def forget_step(self) -> None:
         self._held = self._whole = None
+        self._sums_late = False
 
     # What is traced with
 
@@ -363,13 +418,15 @@ class CompiledModel:
         for unit in self.engine.units:
             if unit.parameters.tied:
                 return f"parameters of unit {unit.name!r} were tied after sharding"
+            if any(lent(own.get(key), visible) for own, key, _, visible in unit.places):
+                return f"tensors hang in the places of parameters of unit {unit.name!r}"
         return None
 
     # What the backend asks
 
     def lowering(self) -> Lowering:
         trains = torch.is_grad_enabled()
-        scatters, all_reduces = self.engine.schedule.sync_now if trains else (True, True)
+        scatters, all_reduces = self._sync_now if trains else (True, True)
         return Lowering(self._facts, self.plan, scatters, all_reduces, self.passes is None)
 
     def improve(self, forward: Graph, backward: Graph) -> tuple[Graph, Graph]:
@@ -415,6 +472,14 @@ class _Begins:
         if compiled is not None:
             engine_private.call_after_backward(compiled.end_backward)
             compiled.engine.open_backward()
+
+
+def _rank_after_rank(gradient: Tensor, rows: Rows) -> Tensor:
+    """A gradient, flat, with every rank's rows padded to the same number."""
+    flat = gradient.new_zeros(rows.part * rows.ranks)
+    into = flat if rows.replicated else flat[: rows.numel]
+    into.copy_(gradient.reshape(-1))
+    return flat
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -180,7 +180,7 @@ class Gathering:
 
     @property
     def key(self) -> Any:
-        return self.parts[0].data_ptr(), len(self.parts), self.dtype
+        return *(part.data_ptr() for part in self.parts), self.dtype
 
     def send_early(self) -> None:
         """Start it before its graph runs, which will find it under way."""

@@ -134,8 +134,9 @@ def cut_joint_graph(
 def trace_errors() -> tuple[type[BaseException], ...]:
     """What torch.compile raises for a model that it cannot trace."""
     from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return (exc.TorchDynamoException,)
+    return (exc.TorchDynamoException, GuardOnDataDependentSymNode)
 
 
 def place_of(error: BaseException) -> str:

@@ -164,12 +164,14 @@ class Schedule(Generic[U]):
 
     def end_forward(self) -> None:
         """The outermost module has run, and a backward will come: close the units whose modules did
-        not all run.
+        not all run. One that was gathered ahead in vain is waited for all the same: who sent it may
+        keep the message until it is read here.
         """
         self.forget_forward()
         for unit in self.units:
             if unit.is_shown and not unit.options.stays_shown:
                 self.after_forward(unit)
+            unit.wait()
 
     # Backward
 
@@ -260,12 +262,13 @@ class Schedule(Generic[U]):
         frees = self.policy.frees_in_pass or (self.policy.frees_after_step and self.last_micro)
         frees = frees and not self.keeps_graph
         for unit in self.units:
-            unit.forget_piece()
             # A backward inside of a forward leaves the modules that run as they are.
             if not (unit.options.keep_after_backward or unit.running):
                 unit.hide()
                 if frees and not unit.needed_on:
                     unit.free()
+            unit.wait()  # gathered ahead in vain, maybe from the piece
+            unit.forget_piece()
 
     def complete(self, units: Sequence[U]) -> None:
         """Sum over all ranks what earlier backwards of the step have left of these units."""
