@@ -4,6 +4,7 @@ comes in which order, and nobody waits for a rank that has gone.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -347,3 +348,23 @@ def test_gaps_never_overlap_and_come_together_again(asked):
     for piece in taken:
         gaps.give(*piece)
     assert gaps.take(200) == 10
+
+
+def forget_in_a_cycle() -> int:
+    """A message that nobody waits for and a cycle keeps, then so many that its entry is needed."""
+    group = Group.of("all", dist.new_group(timeout=timedelta(seconds=20)), CPU)
+    cycle: list[object] = [group.all_reduce(torch.ones(4))]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        numbers = torch.ones(4)
+        for _ in range(near.ENTRIES + 5):
+            group.all_reduce(numbers.fill_(1.0)).wait()
+    finally:
+        gc.enable()
+    return int(numbers[0])
+
+
+def test_messages_in_garbage_hold_nobody_up(ranks):
+    assert ranks.run(forget_in_a_cycle, timeout=60) == [ranks.world] * ranks.world

@@ -12,6 +12,8 @@ is still there.
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import sys
 import time
@@ -29,6 +31,7 @@ from shardwise.watch import rank as watched
 MOST_RANKS, LARGEST = NEAR_RANKS, NEAR_BYTES
 _BLOCK = 2**16  # elements that are added at a time: they stay in the processor's cache
 _LOOK_S = 0.05  # between two looks for a rank that has gone
+_COLLECT_S = 0.5  # of waiting, before what nobody refers to is collected
 _GRACE_S = 4.0  # for the watch, which knows more of what another rank did than this one does
 _KINDS = {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 3, "broadcast": 4}
 
@@ -174,8 +177,10 @@ class Near:
         """
         self._reclaim()
         wanted, until = -(-nbytes // PAGE) * PAGE, time.monotonic() + self._timeout_s
+        collect = _Collector()
         while number - ENTRIES in self._under_way or (start := self._own.gaps.take(wanted)) is None:
             time.sleep(1e-3)
+            collect.look()
             gone = [rank for rank in self._others if self._regions[rank].has_left]
             oldest = f"read message {min(self._under_way)}"
             self._check(bool(gone), until, (gone or self._others)[0], oldest)
@@ -220,8 +225,10 @@ class Near:
     def _wait_for(self, rank: int, number: int) -> None:
         """Sleep until a rank has published so many messages."""
         region, until = self._regions[rank], time.monotonic() + self._timeout_s
+        collect = _Collector()
         while (published := region.published) < number:
             region.sleep(published, _LOOK_S)
+            collect.look()
             gone = region.has_left  # first: what it published before it left counts
             if region.published < number:
                 self._check(gone, until, rank, f"sent message {number}")
@@ -236,6 +243,20 @@ class Near:
             raise Gone(
                 f"timed out waiting for {who}, which has not {what} in {self._timeout_s:.0f} s"
             )
+
+
+class _Collector:
+    """Of a rank that waits long: another one may wait in turn for a message to be read that only a
+    cycle of references keeps here. Such are collected once.
+    """
+
+    def __init__(self) -> None:
+        self._at = time.monotonic() + _COLLECT_S
+
+    def look(self) -> None:
+        if time.monotonic() > self._at:
+            self._at = math.inf
+            gc.collect()
 
 
 def _add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
