@@ -514,6 +514,43 @@ def test_a_convolution_on_a_cpu_copies_what_it_reads_and_gives(
 
 
 @needs_onednn
+@pytest.mark.parametrize(
+    ("conv", "shape"),
+    [
+        (nn.Conv1d(32, 64, 5, padding=2), (8, 32, 256)),
+        (nn.Conv1d(64, 128, 3, dilation=2), (8, 64, 256)),
+        (nn.Conv1d(64, 64, 3, padding=1, groups=64), (8, 64, 256)),
+        (nn.Conv2d(3, 4, 3), (8, 3, 64, 64)),
+        (nn.Conv2d(32, 1, 3, padding=1), (8, 32, 64, 64)),
+        (nn.Conv2d(20, 40, 3, padding=1), (8, 20, 32, 32)),
+        (nn.Conv2d(64, 128, 1), (8, 64, 32, 32)),
+        (nn.Conv2d(3, 8, 3), (1, 3, 32, 32)),
+        (nn.Conv3d(8, 16, 3, padding=1), (2, 8, 8, 16, 16)),
+    ],
+    ids=["1d", "dilated", "depthwise", "few", "one filter", "odd", "1x1", "one sample", "3d"],
+)
+def test_what_a_convolution_takes_inside_on_one_core(
+    conv: nn.Conv2d, shape: tuple[int, ...]
+) -> None:
+    """Copies have whole blocks of channels; some convolutions are not oneDNN's."""
+    x = torch.randn(shape, requires_grad=True)
+    (segment,) = describe(conv, x, 1, loss=lambda m, x: m(x).sum(), device="cpu").units[0].segments
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        y = conv(x)
+        took = _most_inside(lambda: conv(x), "aten::conv" + f"{x.dim() - 2}d")
+        assert segment.forward.peak_bytes == pytest.approx(took, rel=0.05)
+        gradient = torch.ones_like(y)
+        took = _most_inside(lambda: y.backward(gradient), "aten::convolution_backward")
+        assert conv.bias is not None
+        took -= conv.weight.nbytes + conv.bias.nbytes  # their gradients count by themselves
+        assert segment.backward.peak_bytes == pytest.approx(took, rel=0.05)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_onednn
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_an_lstm_on_a_cpu_keeps_what_onednn_keeps(ways: int, batch_first: bool) -> None:
