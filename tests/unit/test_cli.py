@@ -103,6 +103,11 @@ def test_an_unknown_command_exits_with_two(capsys):
     assert "train" in capsys.readouterr().err
 
 
+def test_the_package_runs_as_a_program():
+    command = [sys.executable, "-m", "shardwise", "--version"]
+    assert subprocess.run(command, capture_output=True, check=True).stdout.startswith(b"shardwise ")
+
+
 def test_a_reader_that_leaves_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
