@@ -94,6 +94,50 @@ def test_what_reads_values_is_traced_in_a_real_run(model: nn.Module, inputs: Any
         search(model, inputs, trace_on="meta")
 
 
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (foreign.Mapped(), torch.randn(4, 8)),
+        (foreign.Neighbours(), torch.randn(6, 8)),
+        (foreign.Answering(), torch.randn(4, 8)),
+        (nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)),
+    ],
+    ids=["vmap", "sparse matrix", "dataclass", "complex numbers"],
+)
+def test_kinds_of_tensors_and_outputs(model: nn.Module, inputs: Any) -> None:
+    options = {"compute_dtype": "float32", "loss": foreign.of_anything}
+    assert search(model, inputs, **options)[0].step_ms > 0
+
+
+def test_a_dataclass_needs_no_loss() -> None:
+    said = search(foreign.Answering(), torch.randn(4, 8)).explain()
+    assert "loss is taken to be the mean of the output" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential(nn.LazyLinear(8)), "'0.weight' of Sequential has no size yet"),
+        (nn.Sequential(torch.jit.script(nn.Linear(8, 8))), "'0' of Sequential was made by torch.j"),
+        (nn.Embedding(8, 8, sparse=True), "is sparse, and shardwise reduces dense ones"),
+    ],
+    ids=["lazy", "scripted", "sparse gradient"],
+)
+def test_what_cannot_be_sharded_says_so(model: nn.Module, words: str) -> None:
+    inputs = torch.zeros(4, 8) if isinstance(model, nn.Sequential) else torch.zeros(4, 8).long()
+    with pytest.raises(UserError, match=words):
+        search(model, inputs)
+    if isinstance(model, nn.Sequential):
+        with pytest.raises(UserError, match=words):
+            sw.shard(model, Plan.of("zero3", mesh=1))
+
+
+def test_a_model_that_bears_no_16_bits_is_told_of_them() -> None:
+    with pytest.raises(UserError, match=r"in bfloat16.*--compute-dtype float32"):
+        search(foreign.Spectrum(), torch.randn(4, 8))
+    assert search(foreign.Spectrum(), torch.randn(4, 8), compute_dtype="float32")
+
+
 def test_a_real_run_counts_the_experts_that_rows_chose() -> None:
     plan, rows = Plan.of("zero3", 8), TOKENS.numel()
     work = Workload(16, 4)

@@ -20,7 +20,15 @@ from shardwise.planning import memory
 from shardwise.planning.blocks import CODES
 from shardwise.planning.settings import Settings, parse_mesh
 from shardwise.planning.strategies import GATHERS, NAMES, REDUCES, STRATEGIES, SYNCS, Strategy
-from shardwise.planning.units import BUCKET_BYTES, MIB, Cut, Whole, cut_buckets, cut_units
+from shardwise.planning.units import (
+    BUCKET_BYTES,
+    MIB,
+    Cut,
+    Whole,
+    check_cuttable,
+    cut_buckets,
+    cut_units,
+)
 from shardwise.schedule.policy import Policy, UnitPolicy
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -386,6 +394,7 @@ class Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan
         that has units already must fit the model exactly.
         """
+        check_cuttable(model)
         whole = Whole(self.whole, self.whole_below, self.shard)
         bucket = self.message_bytes_of(sum(p.nbytes for p in model.parameters()))
         if self.name == "ddp":
