@@ -138,6 +138,17 @@ def test_a_model_that_bears_no_16_bits_is_told_of_them() -> None:
     assert search(foreign.Spectrum(), torch.randn(4, 8), compute_dtype="float32")
 
 
+def test_a_cluster_is_named_as_on_the_command_line() -> None:
+    options = {"inputs": torch.randn(4, 64), "strategies": ("zero3",)}
+    model = foreign.Residual(reads=False)
+    assert sw.search(model, "h100x8", **options)[0].plan == search(model, options["inputs"])[0].plan
+    assert sw.plan(model, "h100x8", **options).world == 8
+    with pytest.raises(UserError, match="did you mean 'h100x8'"):
+        sw.search(model, "h100x", **options)
+    with pytest.raises(UserError, match="cluster is 8, expected a Cluster, or a name"):
+        sw.search(model, 8, **options)  # type: ignore[arg-type]
+
+
 def test_a_real_run_counts_the_experts_that_rows_chose() -> None:
     plan, rows = Plan.of("zero3", 8), TOKENS.numel()
     work = Workload(16, 4)
