@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise import predict
 from shardwise.cli import build_parser, main
 from shardwise.description.cluster import Cluster
+from shardwise.description.foreign import build_model, inputs_of_config, longest_sequence
 from shardwise.description.tracing import real_run
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
@@ -340,6 +341,38 @@ def test_configs_of_transformers_need_no_weights(kind: str, tmp_path: Path) -> N
     if kind == "mixtral":  # two layers, two experts of a row, three matrices of an expert
         experts = 2 * 2 * 32 * 3 * (2 * 32 * 64)
         assert made.forward_flops > experts > 0.3 * made.forward_flops
+
+
+def test_a_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    """Also numbers that JSON has none for."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SMALL, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    file = tmp_path / "config.json"
+    transformers.Mamba2Config(**sizes, chunk_size=8).to_json_file(file)
+    assert '"__float__"' in file.read_text()
+    work = Workload(16, 2)
+    _, made = as_source(f"hf:{file}", work).at(Plan.of("zero3", 8), work)
+    assert made.backward_flops > made.forward_flops > 0
+
+
+def test_an_encoder_of_images_with_a_decoder_is_given_both(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    encoder = {"model_type": "vit", **CONFIGS["vit"]}
+    decoder = {"model_type": "gpt2", **CONFIGS["gpt2"], "add_cross_attention": True}
+    file.write_text(
+        json.dumps({"model_type": "vision-encoder-decoder", "encoder": encoder, "decoder": decoder})
+    )
+    options = ["--cluster", "cpu-gloo", "--world", "2", "--tokens", "64", "--sequence", "16"]
+    options += ["--strategies", "zero3", "--out", str(tmp_path / "plan.json")]
+    assert main(["plan", "--model", f"hf:{file}", *options]) == 0
+    model = build_model(f"hf:{file}")
+    assert longest_sequence(model) == 64
+    call = inputs_of_config(model, 2, 16)
+    assert call is not None
+    assert {name: tuple(t.shape) for name, t in call.kwargs.items()} == {
+        "pixel_values": (2, 3, 32, 32), "labels": (2, 16),
+    }  # fmt: skip
 
 
 def test_an_unknown_config_says_so(tmp_path: Path) -> None:
