@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from shardwise import Plan
+from shardwise.description.cluster import Cluster
 from shardwise.description.language_model import LM
 from shardwise.description.model import (
     KernelFact,
@@ -27,6 +28,8 @@ from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.describe import describe, describe_trace, trace_model
+from shardwise.predict.program import scaled
+from shardwise.predict.simulate import simulate
 from shardwise.profiling.footprint import open_profiler, peak_on_cpu, read_events
 from tests.unit.presets import describe_preset
 
@@ -511,6 +514,27 @@ def test_a_convolution_on_a_cpu_copies_what_it_reads_and_gives(
     for device, given in (("cuda", x), ("cpu", last)):
         (plain,) = describe(conv, given, 1, device=device).units[0].segments
         assert plain.forward.peak_bytes < y.nbytes + 1024
+
+
+def test_a_peak_with_gradients_that_stay_and_with_those_that_pass() -> None:
+    """Two matrices of 256 KiB and one row: activations are next to nothing."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    work = Workload(1, 1, of="samples")
+    row, matrix = torch.randn(1, 256), 4 * 256 * 256
+    plan = Plan.of("ddp", mesh=2).resolve(model)
+    described = describe(model, row, plan, device="cpu", loss=lambda m, x: m(x).sum())
+    (segment,) = described.units[0].segments
+    part = segment.backward
+    assert part.peak_bytes < 0.1 * matrix
+    assert part.keeping_bytes == pytest.approx(2 * matrix, rel=0.05)
+    assert part.before_bytes == pytest.approx(matrix, rel=0.05)
+    assert part.passing_bytes == pytest.approx(matrix, rel=0.05)
+    # Over gloo a gradient of data parallel comes beside the message that it goes to.
+    peak = simulate(plan, described, Cluster.load("cpu-gloo"), work).peak(0).total
+    parameters, message, moments = 2 * matrix, 2 * matrix, 4 * matrix
+    assert peak == pytest.approx(parameters + message + moments + matrix, rel=0.02)
+    twice = scaled(described, 2).units[0].segments[0].backward
+    assert twice.keeping_bytes - twice.peak_bytes == part.keeping_bytes - part.peak_bytes
 
 
 @needs_onednn

@@ -64,7 +64,7 @@ from shardwise.errors import UserError
 TRACE_ON = ("auto", "meta", "cpu", "cuda")
 _SCRATCH = -2  # the storage of what an operator takes inside
 Phase = Literal["forward", "recompute", "backward"]
-What = Literal["kernel", "alloc", "free", "save", "enter", "leave"]
+What = Literal["kernel", "alloc", "free", "save", "gradient", "enter", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class TraceEvent:
     """One thing that happened: in which phase, in which modules (outermost first).
 
     origin: of a backward event, the index of the forward (or recompute) event it goes back to.
-    storage: for alloc, free and save, the number of the storage. nbytes: its size; for leave, the
-    bytes of what the module gives.
+    storage: the number of the storage; for gradient, of a parameter's that has come. nbytes: its
+    size; for leave, the bytes of what the module gives.
     """
 
     what: What
@@ -376,7 +376,9 @@ class Recorder(TorchDispatchMode):
                 "reduces dense ones: build its module with sparse=False (nn.Embedding, "
                 "nn.EmbeddingBag)"
             )
-        self.gradients.add(self._meet(parameter.grad))
+        storage = self._meet(parameter.grad)
+        self.gradients.add(storage)
+        self._write("gradient", storage=storage)
         self.received.add(id(parameter))
 
     def enter(self, name: str) -> None:
