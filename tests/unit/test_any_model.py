@@ -15,7 +15,7 @@ from shardwise import predict
 from shardwise.cli import build_parser, main
 from shardwise.description.cluster import Cluster
 from shardwise.description.foreign import build_model, inputs_of_config, longest_sequence
-from shardwise.description.tracing import real_run
+from shardwise.description.tracing import real_run, trace
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
@@ -139,6 +139,12 @@ def test_a_model_that_bears_no_16_bits_is_told_of_them() -> None:
     assert search(foreign.Spectrum(), torch.randn(4, 8), compute_dtype="float32")
 
 
+def test_a_long_trace_says_so_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_SLOW", 20)
+    with pytest.warns(UserWarning, match="issues very many operators.*shorter sequence"):
+        describe(foreign.Tagger(), TOKENS)
+
+
 def test_a_cluster_is_named_as_on_the_command_line() -> None:
     options = {"inputs": torch.randn(4, 64), "strategies": ("zero3",)}
     model = foreign.Residual(reads=False)
@@ -185,11 +191,11 @@ def test_other_sizes_are_derived_from_a_long_trace(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(predict.describe, "LONG_TRACE", 10)
     traced: list[tuple[Any, str]] = []
 
-    def trace(model: Any, inputs: Any, **more: Any) -> Any:
+    def note(model: Any, inputs: Any, **more: Any) -> Any:
         traced.append((inputs.micro_batch, more["checkpoint"]))
         return trace_model(model, inputs, **more)
 
-    monkeypatch.setattr(predict.describe, "trace_model", trace)
+    monkeypatch.setattr(predict.describe, "trace_model", note)
     once = sw.search(model, CLUSTER, work, **options)
     assert traced == [(1, "none"), (1, "nonreentrant")]
     assert "has very many operators" in once.explain()

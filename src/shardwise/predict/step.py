@@ -173,7 +173,8 @@ class Step:
             # One kernel for each operation of the update, with a list of temporaries.
             moved, extra = trained * (3 + 5 * tensors), rounded(trained)
         elif self.options.update == "single":
-            moved, extra = trained * (3 + 5 * tensors), rounded(largest)
+            # The root of the second moments, and it divided, stand side by side.
+            moved, extra = trained * (3 + 5 * tensors), 2 * rounded(largest)
         number = len(b.ops)
         b.changes.append(Change(number, False, "temporary", extra))
         b.changes.append(Change(number, True, "temporary", -extra))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,6 +64,7 @@ from shardwise.errors import UserError
 
 TRACE_ON = ("auto", "meta", "cpu", "cuda")
 _SCRATCH = -2  # the storage of what an operator takes inside
+_SLOW = 300_000  # events: some seconds
 Phase = Literal["forward", "recompute", "backward"]
 What = Literal["kernel", "alloc", "free", "save", "gradient", "enter", "leave"]
 
@@ -413,6 +415,12 @@ class Recorder(TorchDispatchMode):
             if phase == "backward":
                 origin = self._find_origin()
         self.events.append(TraceEvent(what, phase, self._names, origin=origin, **facts))
+        if len(self.events) == _SLOW:
+            warnings.warn(
+                "the model issues very many operators, as a loop over positions does, and a trace "
+                "takes time for each: a shorter sequence or fewer layers are planned for sooner",
+                stacklevel=2,
+            )
 
     def _find_origin(self) -> int:
         node = current_node()
