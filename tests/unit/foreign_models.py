@@ -1,5 +1,7 @@
 """Models as strangers write them: none knows of this project (`test_any_model.py`)."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -147,6 +149,52 @@ class FlexAttention(nn.Module):
         return flex_attention(q, k, v, block_mask=mask)
 
 
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: torch.tanh(self.linear(row)))(x)
+
+
+class Neighbours(nn.Module):
+    """A graph as a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("graph", torch.eye(6).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.graph, self.linear(x))
+
+
+@dataclass
+class Answer:
+    scores: list[Tensor]
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Answer:
+        return Answer([self.linear(x)])
+
+
+class Spectrum(nn.Module):
+    """A transform that no device has in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.linear(x)).abs()
+
+
 class TwoHeads(nn.Module):
     """Only one of them is used."""
 
@@ -178,6 +226,11 @@ def mask_loss(output: dict[str, Tensor], image: Tensor) -> Tensor:
 def build_reading_values() -> nn.Module:
     """Built on the meta device it has no values."""
     return Experts()
+
+
+def of_anything(output: Tensor | Answer) -> Tensor:
+    found = output.scores[0] if isinstance(output, Answer) else output
+    return found.abs().mean()
 
 
 def fails() -> nn.Module:

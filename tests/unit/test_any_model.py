@@ -14,7 +14,8 @@ import shardwise as sw
 from shardwise import predict
 from shardwise.cli import build_parser, main
 from shardwise.description.cluster import Cluster
-from shardwise.description.tracing import real_run
+from shardwise.description.foreign import build_model, inputs_of_config, longest_sequence
+from shardwise.description.tracing import real_run, trace
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.planning.plan import Plan
@@ -94,6 +95,67 @@ def test_what_reads_values_is_traced_in_a_real_run(model: nn.Module, inputs: Any
         search(model, inputs, trace_on="meta")
 
 
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (foreign.Mapped(), torch.randn(4, 8)),
+        (foreign.Neighbours(), torch.randn(6, 8)),
+        (foreign.Answering(), torch.randn(4, 8)),
+        (nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)),
+    ],
+    ids=["vmap", "sparse matrix", "dataclass", "complex numbers"],
+)
+def test_kinds_of_tensors_and_outputs(model: nn.Module, inputs: Any) -> None:
+    options = {"compute_dtype": "float32", "loss": foreign.of_anything}
+    assert search(model, inputs, **options)[0].step_ms > 0
+
+
+def test_a_dataclass_needs_no_loss() -> None:
+    said = search(foreign.Answering(), torch.randn(4, 8)).explain()
+    assert "loss is taken to be the mean of the output" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential(nn.LazyLinear(8)), "'0.weight' of Sequential has no size yet"),
+        (nn.Sequential(torch.jit.script(nn.Linear(8, 8))), "'0' of Sequential was made by torch.j"),
+        (nn.Embedding(8, 8, sparse=True), "is sparse, and shardwise reduces dense ones"),
+    ],
+    ids=["lazy", "scripted", "sparse gradient"],
+)
+def test_what_cannot_be_sharded_says_so(model: nn.Module, words: str) -> None:
+    inputs = torch.zeros(4, 8) if isinstance(model, nn.Sequential) else torch.zeros(4, 8).long()
+    with pytest.raises(UserError, match=words):
+        search(model, inputs)
+    if isinstance(model, nn.Sequential):
+        with pytest.raises(UserError, match=words):
+            sw.shard(model, Plan.of("zero3", mesh=1))
+
+
+def test_a_model_that_bears_no_16_bits_is_told_of_them() -> None:
+    with pytest.raises(UserError, match=r"in bfloat16.*--compute-dtype float32"):
+        search(foreign.Spectrum(), torch.randn(4, 8))
+    assert search(foreign.Spectrum(), torch.randn(4, 8), compute_dtype="float32")
+
+
+def test_a_long_trace_says_so_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_SLOW", 20)
+    with pytest.warns(UserWarning, match="issues very many operators.*shorter sequence"):
+        describe(foreign.Tagger(), TOKENS)
+
+
+def test_a_cluster_is_named_as_on_the_command_line() -> None:
+    options = {"inputs": torch.randn(4, 64), "strategies": ("zero3",)}
+    model = foreign.Residual(reads=False)
+    assert sw.search(model, "h100x8", **options)[0].plan == search(model, options["inputs"])[0].plan
+    assert sw.plan(model, "h100x8", **options).world == 8
+    with pytest.raises(UserError, match="did you mean 'h100x8'"):
+        sw.search(model, "h100x", **options)
+    with pytest.raises(UserError, match="cluster is 8, expected a Cluster, or a name"):
+        sw.search(model, 8, **options)  # type: ignore[arg-type]
+
+
 def test_a_real_run_counts_the_experts_that_rows_chose() -> None:
     plan, rows = Plan.of("zero3", 8), TOKENS.numel()
     work = Workload(16, 4)
@@ -129,11 +191,11 @@ def test_other_sizes_are_derived_from_a_long_trace(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(predict.describe, "LONG_TRACE", 10)
     traced: list[tuple[Any, str]] = []
 
-    def trace(model: Any, inputs: Any, **more: Any) -> Any:
+    def note(model: Any, inputs: Any, **more: Any) -> Any:
         traced.append((inputs.micro_batch, more["checkpoint"]))
         return trace_model(model, inputs, **more)
 
-    monkeypatch.setattr(predict.describe, "trace_model", trace)
+    monkeypatch.setattr(predict.describe, "trace_model", note)
     once = sw.search(model, CLUSTER, work, **options)
     assert traced == [(1, "none"), (1, "nonreentrant")]
     assert "has very many operators" in once.explain()
@@ -285,6 +347,38 @@ def test_configs_of_transformers_need_no_weights(kind: str, tmp_path: Path) -> N
     if kind == "mixtral":  # two layers, two experts of a row, three matrices of an expert
         experts = 2 * 2 * 32 * 3 * (2 * 32 * 64)
         assert made.forward_flops > experts > 0.3 * made.forward_flops
+
+
+def test_a_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    """Also numbers that JSON has none for."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SMALL, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    file = tmp_path / "config.json"
+    transformers.Mamba2Config(**sizes, chunk_size=8).to_json_file(file)
+    assert '"__float__"' in file.read_text()
+    work = Workload(16, 2)
+    _, made = as_source(f"hf:{file}", work).at(Plan.of("zero3", 8), work)
+    assert made.backward_flops > made.forward_flops > 0
+
+
+def test_an_encoder_of_images_with_a_decoder_is_given_both(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    encoder = {"model_type": "vit", **CONFIGS["vit"]}
+    decoder = {"model_type": "gpt2", **CONFIGS["gpt2"], "add_cross_attention": True}
+    file.write_text(
+        json.dumps({"model_type": "vision-encoder-decoder", "encoder": encoder, "decoder": decoder})
+    )
+    options = ["--cluster", "cpu-gloo", "--world", "2", "--tokens", "64", "--sequence", "16"]
+    options += ["--strategies", "zero3", "--out", str(tmp_path / "plan.json")]
+    assert main(["plan", "--model", f"hf:{file}", *options]) == 0
+    model = build_model(f"hf:{file}")
+    assert longest_sequence(model) == 64
+    call = inputs_of_config(model, 2, 16)
+    assert call is not None
+    assert {name: tuple(t.shape) for name, t in call.kwargs.items()} == {
+        "pixel_values": (2, 3, 32, 32), "labels": (2, 16),
+    }  # fmt: skip
 
 
 def test_an_unknown_config_says_so(tmp_path: Path) -> None:

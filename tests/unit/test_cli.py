@@ -1,10 +1,12 @@
 import argparse
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from shardwise import cli
 from shardwise.children import UNREAD
 from shardwise.cli import build_parser, main
 from shardwise.cli.help import HelpFormatter
@@ -101,6 +103,21 @@ def test_an_unknown_command_exits_with_two(capsys):
         main(["trian"])
     assert stop.value.code == 2
     assert "train" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_program():
+    command = [sys.executable, "-m", "shardwise", "--version"]
+    assert subprocess.run(command, capture_output=True, check=True).stdout.startswith(b"shardwise ")
+
+
+def test_a_second_interruption_tells_nothing_of_the_exit(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(cli, "main", lambda: cli.INTERRUPTED)
+    try:
+        assert cli._read_or_not() == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -116,6 +116,10 @@ def test_values_check_themselves() -> None:
     device = Device("d", 1e9, 1e9, 0.9, 0.0, (rate,))
     with pytest.raises(ValueError, match="no matmul rate for bfloat16; it has float32"):
         device.rate_of("bfloat16")
+    shares = {name: device.product_rate_of(name) for name in ("float32", "complex64", "float64")}
+    assert shares == {"float32": (rate, 1.0), "complex64": (rate, 0.25), "float64": (rate, 0.5)}
+    assert device.product_rate_of("complex128") == (rate, 0.125)
+    assert device.product_rate_of("int8") == (rate, 1.0)
     with pytest.raises(ValueError, match="took 0 s"):
         CollectivePoint("all_gather", 2, 8, 0)
     with pytest.raises(ValueError, match="collective 'broadcast'"):

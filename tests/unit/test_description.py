@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from shardwise import Plan
+from shardwise.description.cluster import Cluster
 from shardwise.description.language_model import LM
 from shardwise.description.model import (
     KernelFact,
@@ -27,6 +28,8 @@ from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.describe import describe, describe_trace, trace_model
+from shardwise.predict.program import scaled
+from shardwise.predict.simulate import simulate
 from shardwise.profiling.footprint import open_profiler, peak_on_cpu, read_events
 from tests.unit.presets import describe_preset
 
@@ -511,6 +514,64 @@ def test_a_convolution_on_a_cpu_copies_what_it_reads_and_gives(
     for device, given in (("cuda", x), ("cpu", last)):
         (plain,) = describe(conv, given, 1, device=device).units[0].segments
         assert plain.forward.peak_bytes < y.nbytes + 1024
+
+
+def test_a_peak_with_gradients_that_stay_and_with_those_that_pass() -> None:
+    """Two matrices of 256 KiB and one row: activations are next to nothing."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    work = Workload(1, 1, of="samples")
+    row, matrix = torch.randn(1, 256), 4 * 256 * 256
+    plan = Plan.of("ddp", mesh=2).resolve(model)
+    described = describe(model, row, plan, device="cpu", loss=lambda m, x: m(x).sum())
+    (segment,) = described.units[0].segments
+    part = segment.backward
+    assert part.peak_bytes < 0.1 * matrix
+    assert part.keeping_bytes == pytest.approx(2 * matrix, rel=0.05)
+    assert part.before_bytes == pytest.approx(matrix, rel=0.05)
+    assert part.passing_bytes == pytest.approx(matrix, rel=0.05)
+    # Over gloo a gradient of data parallel comes beside the message that it goes to.
+    peak = simulate(plan, described, Cluster.load("cpu-gloo"), work).peak(0).total
+    parameters, message, moments = 2 * matrix, 2 * matrix, 4 * matrix
+    assert peak == pytest.approx(parameters + message + moments + matrix, rel=0.02)
+    twice = scaled(described, 2).units[0].segments[0].backward
+    assert twice.keeping_bytes - twice.peak_bytes == part.keeping_bytes - part.peak_bytes
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("conv", "shape"),
+    [
+        (nn.Conv1d(32, 64, 5, padding=2), (8, 32, 256)),
+        (nn.Conv1d(64, 128, 3, dilation=2), (8, 64, 256)),
+        (nn.Conv1d(64, 64, 3, padding=1, groups=64), (8, 64, 256)),
+        (nn.Conv2d(3, 4, 3), (8, 3, 64, 64)),
+        (nn.Conv2d(32, 1, 3, padding=1), (8, 32, 64, 64)),
+        (nn.Conv2d(20, 40, 3, padding=1), (8, 20, 32, 32)),
+        (nn.Conv2d(64, 128, 1), (8, 64, 32, 32)),
+        (nn.Conv2d(3, 8, 3), (1, 3, 32, 32)),
+        (nn.Conv3d(8, 16, 3, padding=1), (2, 8, 8, 16, 16)),
+    ],
+    ids=["1d", "dilated", "depthwise", "few", "one filter", "odd", "1x1", "one sample", "3d"],
+)
+def test_what_a_convolution_takes_inside_on_one_core(
+    conv: nn.Conv2d, shape: tuple[int, ...]
+) -> None:
+    """Copies have whole blocks of channels; some convolutions are not oneDNN's."""
+    x = torch.randn(shape, requires_grad=True)
+    (segment,) = describe(conv, x, 1, loss=lambda m, x: m(x).sum(), device="cpu").units[0].segments
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        y = conv(x)
+        took = _most_inside(lambda: conv(x), "aten::conv" + f"{x.dim() - 2}d")
+        assert segment.forward.peak_bytes == pytest.approx(took, rel=0.05)
+        gradient = torch.ones_like(y)
+        took = _most_inside(lambda: y.backward(gradient), "aten::convolution_backward")
+        assert conv.bias is not None
+        took -= conv.weight.nbytes + conv.bias.nbytes  # their gradients count by themselves
+        assert segment.backward.peak_bytes == pytest.approx(took, rel=0.05)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_onednn

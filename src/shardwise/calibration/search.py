@@ -34,7 +34,7 @@ Tell = Callable[[str], None]
 
 def search(
     model: nn.Module | ModelDescription | str,
-    cluster: Cluster,
+    cluster: Cluster | str,
     workload: Any = None,
     budget_gb: float | None = None,
     *,
@@ -49,9 +49,15 @@ def search(
     others by their predictions, corrected by it. A trial takes seconds and is remembered, by
     machine, model and Plan. `tell` is called with what is tried next.
 
-    All else is as `shardwise.predict.search.search` has it: `inputs`, `loss`, `world`, dtypes, what
-    is searched.
+    `cluster` is one, or the name or the file that `Cluster.load` takes. All else is as
+    `shardwise.predict.search.search` has it: `inputs`, `loss`, `world`, dtypes, what is searched.
     """
+    if isinstance(cluster, str | Path):
+        cluster = Cluster.load(str(cluster))
+    if not isinstance(cluster, Cluster):
+        raise UserError(
+            f"cluster is {cluster!r:.40}, expected a Cluster, or a name or file of one: 'h100x8'"
+        )
     # Millions of small values that refer to no other in a circle: looking through them would take a
     # quarter of the time.
     with no_garbage_collection():
@@ -68,7 +74,7 @@ def search(
 
 def plan(
     model: nn.Module | ModelDescription | str,
-    cluster: Cluster,
+    cluster: Cluster | str,
     workload: Any = None,
     budget_gb: float | None = None,
     **settings: Any,

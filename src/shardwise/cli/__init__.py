@@ -8,6 +8,7 @@ import argparse
 import importlib
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from shardwise import __version__, processor
 from shardwise.children import STOPPED, UNREAD, ChildFailed, Stopped, drop_output, supervise
 from shardwise.cli.help import HelpFormatter
 from shardwise.errors import UserError
+
+INTERRUPTED = 130  # by Ctrl-C
 
 # Modules with `add_parser(subparsers)`, in the order of `--help`. The parser's default `command` is
 # called with the parsed arguments.
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return 0
 
 
@@ -82,10 +85,15 @@ def start() -> int:
 
 
 def _read_or_not() -> int:
-    """A command; that its output is not read to the end (`| head`) is no error of its own."""
+    """A command; that its output is not read to the end (`| head`) is no error of its own, and a
+    second Ctrl-C tells nothing of an exit that is on its way.
+    """
     try:
         try:
-            return main()
+            code = main()
+            if code == INTERRUPTED:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return code
         finally:
             print(end="", flush=True)
     except BrokenPipeError:

@@ -133,13 +133,14 @@ class Question:
                     f"{example.sequence or 'no'} tokens: leave --sequence out"
                 )
             return (example.sequence, "sequences") if example.sequence else (1, "samples")
+        from shardwise.description.foreign import longest_sequence, writes_about_images
+
         module = self._module()
-        if getattr(module, "main_input_name", None) == "pixel_values":
+        sees = getattr(module, "main_input_name", None) == "pixel_values"
+        if sees and not writes_about_images(module):
             return 1, "samples"
         if self.sequence is not None or module is None:
             return self.sequence or SEQUENCE, "sequences"
-        from shardwise.description.foreign import longest_sequence
-
         return min(SEQUENCE, longest_sequence(module) or SEQUENCE), "sequences"
 
     def _work_on(self, world: int) -> Workload:

@@ -131,6 +131,9 @@ class Traffic:
             raise ValueError(f"traffic of {self.kind!r}, expected one of {', '.join(KERNEL_KINDS)}")
 
 
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator (or, for gloo, one rank's share of a CPU)."""
@@ -176,6 +179,21 @@ class Device:
             f"{', '.join(rate.dtype for rate in self.matmul)}. "
             "Add one to the cluster's file, or choose another compute dtype"
         )
+
+    def product_rate_of(self, dtype: str) -> tuple[MatmulRate, float]:
+        """The rate that products of a dtype are reckoned by, and the share of it that they reach: a
+        model may multiply in one that no file has. A complex product is four real ones; 64 bits are
+        taken for half as quick as 32, and all else for the slowest that is known. An error for a
+        dtype that Plans compute in.
+        """
+        known = {rate.dtype: rate for rate in self.matmul}
+        if dtype in known or dtype in ("bfloat16", "float16"):
+            return self.rate_of(dtype), 1.0
+        if dtype in _PARTS:
+            rate, share = self.product_rate_of(_PARTS[dtype])
+            return rate, share / 4
+        slowest = known.get("float32") or min(self.matmul, key=lambda rate: rate.peak)
+        return slowest, 0.5 if dtype == "float64" else 1.0
 
     @cached_property
     def traffic_of(self) -> dict[str, Traffic]:

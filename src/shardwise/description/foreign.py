@@ -36,6 +36,7 @@ _KINDS = (
 _KINDS_OF_TWO = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "MODEL_MAPPING",
 )
 
@@ -148,6 +149,11 @@ def _call(function: Callable[..., Any]) -> Any:
     return function if isinstance(function, nn.Module) else function()
 
 
+def _as_number(found: dict[str, Any]) -> Any:
+    """Transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if [*found] == ["__float__"] else found
+
+
 def _load_config(text: str) -> Any:
     """From a config.json, or the defaults of a model type."""
     name = text.removeprefix(HUGGING_FACE)
@@ -160,7 +166,7 @@ def _load_config(text: str) -> Any:
     if name.endswith(".json") or Path(name).exists():
         path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
         try:
-            values = json.loads(read_text(str(path), "config"))
+            values = json.loads(read_text(str(path), "config"), object_hook=_as_number)
         except ValueError as error:
             raise UserError(f"--model {text} is not JSON: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
@@ -209,10 +215,18 @@ def build_from_config(text: str, device: str = "meta") -> nn.Module:
         raise UserError(f"--model {text} cannot be built: {tell(error)}") from error
 
 
+def writes_about_images(model: Any) -> bool:
+    """A model of Transformers that encodes an image and decodes tokens."""
+    config = getattr(model, "config", None)
+    sees = getattr(model, "main_input_name", None) == "pixel_values"
+    return sees and bool(getattr(config, "is_encoder_decoder", False))
+
+
 def longest_sequence(model: nn.Module) -> int | None:
     """What a config of Transformers allows, where it says so."""
     config = getattr(model, "config", None)
-    most = getattr(config, "max_position_embeddings", None)
+    writer = getattr(config, "decoder", None) if writes_about_images(model) else config
+    most = getattr(writer, "max_position_embeddings", None)
     return most if type(most) is int and most > 0 else None
 
 
@@ -270,13 +284,16 @@ def inputs_of_config(model: nn.Module, samples: int, sequence: int) -> Call | No
         )
     given = {main: make(samples, sequence)}
     if main == "pixel_values":
-        seen = getattr(config, "vision_config", config)  # CLIP's kind has one for each side
+        # CLIP's kind has a config for each side, an encoder and a decoder have one each.
+        seen = getattr(config, "vision_config", getattr(config, "encoder", config))
         side = getattr(seen, "image_size", 224)
         height, width = side if isinstance(side, list | tuple) else (side, side)
         channels = getattr(seen, "num_channels", 3)
         given[main] = make(samples, channels, height, width, dtype=torch.float32)
     kind = type(model).__name__
-    if kind.endswith("ForQuestionAnswering"):
+    if writes_about_images(model):
+        given["labels"] = make(samples, sequence)
+    elif kind.endswith("ForQuestionAnswering"):
         given |= {name: make(samples) for name in ("start_positions", "end_positions")}
     elif "Classification" in kind and "Token" not in kind:
         given["labels"] = make(samples)

@@ -109,11 +109,18 @@ class PassFacts:
     `peak_bytes` is the most activation bytes at any moment inside, above those at its start;
     `net_bytes` is the change from start to end: what forward leaves for backward, or, negative,
     what backward gives back. The parameters' own gradients are not in either.
+
+    Of backward three peaks more, with these gradients: `keeping_bytes` where they stay as they
+    come; `before_bytes` until the first has come, and `passing_bytes` from then on, where each goes
+    as soon as it has come. The first two are 0 where that is not known.
     """
 
     kernels: tuple[KernelFact, ...] = ()
     peak_bytes: int = 0
     net_bytes: int = 0
+    keeping_bytes: int = 0
+    before_bytes: int = 0
+    passing_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.peak_bytes < max(0, self.net_bytes):

@@ -26,6 +26,7 @@ from shardwise.planning.units import (
     MIB,
     Cut,
     Whole,
+    check_cuttable,
     cut_buckets,
     cut_units,
 )
@@ -401,6 +402,7 @@ class Plan:
         """The same Plan with its units found in `model` (which may be on the meta device). A Plan
         that has units already must fit the model exactly.
         """
+        check_cuttable(model)
         whole = Whole(self.whole, self.whole_below, self.shard)
         bucket = self.message_bytes_of(sum(p.nbytes for p in model.parameters()))
         if self.name == "ddp":

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name, places
+from shardwise.errors import UserError
 from shardwise.planning.groups import group_by_bytes
 
 MIB = 2**20
@@ -116,6 +118,25 @@ class Whole:
 
 
 Run = list[tuple[str, nn.Module]]  # modules that form one unit
+
+
+def check_cuttable(model: nn.Module) -> None:
+    """Error for a model whose parameters have no sizes yet, or are in modules of torch.jit.script:
+    those have no Python attributes that could hold shards.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UserError(
+                f"parameter {name!r} of {type(model).__name__} has no size yet, as its module is a "
+                "lazy one: run the model once, or build the module with its sizes"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            what = f"module {name!r} of {type(model).__name__}" if name else "the model"
+            raise UserError(
+                f"{what} was made by torch.jit.script, and its parameters cannot be cut: give the "
+                "module as it was before, without torch.jit.script"
+            )
 
 
 def cut_units(

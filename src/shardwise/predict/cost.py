@@ -62,14 +62,15 @@ class Costs:
     def flops_per_s(self, kernel: KernelFact) -> float:
         """The rate of a kernel that has FLOPs."""
         device = self.cluster.device
-        rates = device.rate_of(kernel.dtype)
+        rates, share = device.product_rate_of(kernel.dtype)
         if kernel.kind == "attention":
             *_, keys, width = kernel.shape
             seen = max(1.0, keys * width / (2 if kernel.causal else 1))
-            return rates.peak * device.attention_fraction * seen / (seen + device.attention_half)
+            reached = device.attention_fraction * seen / (seen + device.attention_half)
+            return share * rates.peak * reached
         m, n, k = kernel.shape
         rows = m if kernel.kind == "recurrent" else m * kernel.batch
-        rate = rates.rate(max(1, rows), max(1, n), max(1, k))
+        rate = share * rates.rate(max(1, rows), max(1, n), max(1, k))
         if kernel.kind == "convolution":
             return rate * (
                 rates.depthwise_fraction if kernel.is_depthwise else rates.convolution_fraction

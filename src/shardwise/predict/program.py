@@ -105,13 +105,13 @@ class Builder:
         """For `after`: everything that compute has been given so far, waits included."""
         return (*((self.last_compute,) if self.last_compute >= 0 else ()), *self._joined)
 
-    def compute(self, part: PassFacts, name: str, unit: str, peaks: bool = True) -> int:
-        """Run a pass; its activations come and go around it. `peaks`: its own peak is not counted
-        elsewhere already.
+    def compute(self, part: PassFacts, name: str, unit: str, peak: int | None = None) -> int:
+        """Run a pass; its activations come and go around it. `peak`: the most bytes inside, if that
+        is another than the pass says.
         """
         number = len(self.ops)
         kept = max(0, part.net_bytes)
-        extra = part.peak_bytes - kept if peaks else 0
+        extra = max(0, (part.peak_bytes if peak is None else peak) - kept)
         self.changes += [
             Change(number, False, "activations", kept),
             Change(number, False, "temporary", extra),
@@ -222,11 +222,11 @@ class PeakCounter(Builder):
     def add(self, op: Op) -> int:
         return -1
 
-    def compute(self, part: PassFacts, name: str, unit: str, peaks: bool = True) -> int:
+    def compute(self, part: PassFacts, name: str, unit: str, peak: int | None = None) -> int:
         kept = max(0, part.net_bytes)
         self._move(kept)
-        if peaks:
-            self.most = max(self.most, self.held + part.peak_bytes - kept)
+        inside = part.peak_bytes if peak is None else peak
+        self.most = max(self.most, self.held + inside - kept)
         self._move(part.net_bytes - kept)
         return -1
 
@@ -307,7 +307,12 @@ def scaled(description: ModelDescription, factor: float, kernels: bool = True) -
             if kernels:
                 work = tuple(_scale_kernel(k, factor) for k in part.kernels)
             peak, net = round(part.peak_bytes * factor), round(part.net_bytes * factor)
-            known[id(part)] = PassFacts(work, max(peak, net, 0), net)
+            # Gradients are as large as before.
+            beside = max(peak, net, 0) - part.peak_bytes
+            kept = part.keeping_bytes and part.keeping_bytes + beside
+            before = round(part.before_bytes * factor)
+            passing = part.passing_bytes and max(0, part.passing_bytes + beside)
+            known[id(part)] = PassFacts(work, max(peak, net, 0), net, kept, before, passing)
         return known[id(part)]
 
     units = tuple(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.description.model import PassFacts
 from shardwise.description.workload import Workload
 from shardwise.planning.executor import PlannedExecutor, PlannedUnit, size_of_moment
 from shardwise.planning.memory import plan_schedule
@@ -118,9 +119,10 @@ class Step:
         if segment.checkpointed:
             self.b.compute(segment.recompute, "recompute", name)
         grads = [(self.units[number], nbytes) for number, nbytes in work.grads[place].items()]
+        peak = self.peak_inside(segment.backward, [unit for unit, _ in grads]) if peaks else 0
         for unit, _ in grads:
             self._hold(unit, 0 if unit.held_grads else self.taken_at_first(unit))
-        self.b.compute(segment.backward, "backward", name, peaks)
+        self.b.compute(segment.backward, "backward", name, peak)
         for unit, nbytes in grads:
             unit.grads += nbytes
             self._hold(unit, 0 if self.taken_at_first(unit) else nbytes)
@@ -132,6 +134,12 @@ class Step:
     def taken_at_first(self, unit: Any) -> int:
         """What a unit takes for all of its gradients when the first one comes."""
         return 0
+
+    def peak_inside(self, part: PassFacts, units: Sequence[Any]) -> int:
+        """The most bytes inside a segment's backward, once its units have taken what they take at
+        first.
+        """
+        return part.peak_bytes
 
     def peak_of_loss(self, work: Work) -> bool:
         """A loss outside the model has its peak before the engine's first gather of backward; true
@@ -165,7 +173,8 @@ class Step:
             # One kernel for each operation of the update, with a list of temporaries.
             moved, extra = trained * (3 + 5 * tensors), rounded(trained)
         elif self.options.update == "single":
-            moved, extra = trained * (3 + 5 * tensors), rounded(largest)
+            # The root of the second moments, and it divided, stand side by side.
+            moved, extra = trained * (3 + 5 * tensors), 2 * rounded(largest)
         number = len(b.ops)
         b.changes.append(Change(number, False, "temporary", extra))
         b.changes.append(Change(number, True, "temporary", -extra))
@@ -246,6 +255,20 @@ class EngineStep(Step):
     def taken_at_first(self, unit: Any) -> int:
         """A host copies data parallel's gradients to the unit's slot as they come."""
         return 0 if self.costs.streams or unit.shard_ranks > 1 else int(unit.sizes.slot)
+
+    def peak_inside(self, part: PassFacts, units: Sequence[Any]) -> int:
+        """On a host gradients of data parallel pass by, to a slot that is taken when the first has
+        come; those of a unit that is cut stay until all have come.
+        """
+        if self.costs.streams or not (units and part.keeping_bytes):
+            return part.peak_bytes
+        if not all(map(self.taken_at_first, units)) or not part.before_bytes:
+            return part.keeping_bytes
+        if any(unit.held_grads for unit in units):
+            return max(part.before_bytes, part.passing_bytes)
+        self.b.hold("temporary", part.before_bytes)
+        self.b.hold("temporary", -part.before_bytes)
+        return part.passing_bytes
 
     def run_nothing(self) -> None:
         self.schedule.run_nothing()

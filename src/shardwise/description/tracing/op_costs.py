@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.description.model import ALIGNED, KernelFact, KernelKind
 from shardwise.description.parameters import dtype_name
-from shardwise.description.tracing.torch_private import pytree, schema_of
+from shardwise.description.tracing.torch_private import parts_of, pytree, schema_of
 
 aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def cost_of(
     if not outputs and not inputs:
         return None
     formula = _FORMULAS.get(name)
-    if formula is not None:
+    if formula is not None and all(t.layout == torch.strided for t in (*inputs, *outputs)):
         return formula(_bind(op, args, kwargs), outputs, name.partition("::")[2])
     given = _bind(op, args, kwargs)
     if name in _LOOKUPS:
@@ -124,7 +124,7 @@ def _kind_of(
 
 def _pointwise_kind(tensors: list[Tensor]) -> KernelKind:
     """Vectors of numbers are moved at once only where all tensors lie alike, and are as wide."""
-    if not all(map(_is_known, tensors)):
+    if not all(t.layout == torch.strided and _is_known(t) for t in tensors):
         return "elementwise"
     large = [t for t in tensors if t.numel() > 1]
     if len({(t.shape, t.stride()) for t in large}) > 1 or not all(map(_is_dense, large)):
@@ -162,6 +162,8 @@ def _is_view(op: Any) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     """Bytes that reading or writing it moves; an expanded dim is read once."""
+    if tensor.layout != torch.strided:
+        return sum(part.nbytes for part in parts_of(tensor))
     real = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 1]
     return math.prod(real) * tensor.element_size()
 

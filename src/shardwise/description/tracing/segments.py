@@ -186,4 +186,32 @@ def _make_pass(trace: ModelTrace, computed: list[int], allocated: list[int]) -> 
         elif event.what == "free":
             live -= event.nbytes
     counted = tuple(dataclasses.replace(k, count=count) for k, count in kernels.items())
-    return PassFacts(counted, peak, live)
+    return PassFacts(counted, peak, live, *_with_gradients(trace, allocated))
+
+
+def _with_gradients(trace: ModelTrace, allocated: list[int]) -> tuple[int, int, int]:
+    """The most bytes of activations and gradients: where these stay; until the first has come; from
+    then on, without those that have come.
+    """
+    live = passed = keeping = before = passing = 0
+    sizes: dict[int, int] = {}  # of gradients on their way
+    came = False
+    for event in (trace.events[i] for i in allocated):
+        if event.what == "gradient":
+            passed += sizes.pop(event.storage, 0)
+            came = True
+            passing = max(passing, live - passed)
+        if event.storage in trace.inputs:
+            continue
+        if event.what == "alloc":
+            live += event.nbytes
+            if event.storage in trace.gradients:
+                sizes[event.storage] = event.nbytes
+            keeping = max(keeping, live)
+            if came:
+                passing = max(passing, live - passed)
+            else:
+                before = max(before, live)
+        elif event.what == "free" and event.storage not in trace.gradients:
+            live -= event.nbytes
+    return (keeping, max(1, before), passing) if came else (0, 0, 0)

@@ -37,6 +37,30 @@ storage_id = attrgetter("_cdata")
 version_of = attrgetter("_version")
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor, with memory, that functions of `torch.func` (vmap, grad) have wrapped. Without it
+    a model that calls them could not be traced.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor itself, or those that a sparse one is made of. Without it a model that multiplies
+    by a sparse matrix could not be traced.
+    """
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()  # a library's own layout, such as oneDNN's
+
+
 def detach_below_autograd(tensor: Tensor) -> Tensor:
     """A view that counts writes with its tensor, also below autograd. Without it such a view would
     count its own alone.

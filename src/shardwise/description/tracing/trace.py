@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -49,10 +50,12 @@ from shardwise.description.tracing.torch_private import (
     loaded_compilers,
     next_node_number,
     node_number,
+    parts_of,
     pytree,
     run_backward,
     storage_id,
     uncompiled,
+    unwrapped,
     whole_sequences,
     without_functions,
 )
@@ -61,8 +64,9 @@ from shardwise.errors import UserError
 
 TRACE_ON = ("auto", "meta", "cpu", "cuda")
 _SCRATCH = -2  # the storage of what an operator takes inside
+_SLOW = 300_000  # events: some seconds
 Phase = Literal["forward", "recompute", "backward"]
-What = Literal["kernel", "alloc", "free", "save", "enter", "leave"]
+What = Literal["kernel", "alloc", "free", "save", "gradient", "enter", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,8 @@ class TraceEvent:
     """One thing that happened: in which phase, in which modules (outermost first).
 
     origin: of a backward event, the index of the forward (or recompute) event it goes back to.
-    storage: for alloc, free and save, the number of the storage. nbytes: its size; for leave, the
-    bytes of what the module gives.
+    storage: the number of the storage; for gradient, of a parameter's that has come. nbytes: its
+    size; for leave, the bytes of what the module gives.
     """
 
     what: What
@@ -186,7 +190,18 @@ def trace_module(
     except Exception as error:
         raise UserError(
             f"{name} does not run on the example inputs ({_show_inputs(given)}): {tell(error)}"
+            + _told_of_dtype(dtype)
         ) from error
+
+
+def _told_of_dtype(dtype: torch.dtype | None) -> str:
+    """What to try for a model that may not bear a Plan's dtype of 16 bits."""
+    if dtype is None or dtype.itemsize > 2:
+        return ""
+    return (
+        f". Its parameters and inputs were in {dtype_name(dtype)}, which the Plan computes in: if "
+        "it needs 32 bits, ask for them (compute_dtype='float32', --compute-dtype float32)"
+    )
 
 
 def _trace_on_meta(
@@ -243,8 +258,8 @@ def _trace(
         ),
         inputs=frozenset(recorder.known),
         owners=find_owners(model),
-        input_bytes=sum(t.nbytes for t in inputs),
-        buffer_bytes=sum(b.nbytes for b in copied.buffers()),
+        input_bytes=_bytes_of(inputs),
+        buffer_bytes=_bytes_of(copied.buffers()),
         notes=notes + kernels.notes,
     )
 
@@ -332,7 +347,8 @@ class Recorder(TorchDispatchMode):
                 self._write("alloc", storage=_SCRATCH, nbytes=beside)
             for tensor in pytree.tree_leaves(out):
                 if isinstance(tensor, Tensor):
-                    self._meet(tensor)
+                    for held in _strided(tensor):
+                        self._meet(held)
             if beside:
                 self._write("free", storage=_SCRATCH, nbytes=beside)
             if kernel is not None:
@@ -342,20 +358,29 @@ class Recorder(TorchDispatchMode):
     def know(self, tensors: list[Tensor]) -> None:
         """These were there before the step: never an activation."""
         for tensor in tensors:
-            self.known.add(self._number(tensor))
+            for held in _strided(tensor):
+                self.known.add(self._number(held))
 
     def note_kernel(self, kernel: KernelFact) -> None:
         self._write("kernel", kernel=kernel)
 
     def note_saved(self, tensor: Tensor) -> Tensor:
         """Autograd keeps `tensor` for backward."""
-        storage = self._meet(tensor)
-        self._write("save", storage=storage, nbytes=tensor.untyped_storage().nbytes())
+        for held in _strided(unwrapped(tensor)):
+            self._write("save", storage=self._meet(held), nbytes=held.untyped_storage().nbytes())
         return tensor
 
     def note_gradient(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        self.gradients.add(self._meet(parameter.grad))
+        if parameter.grad.layout != torch.strided:
+            raise UserError(
+                f"the gradient of a parameter of {list(parameter.shape)} is sparse, and shardwise "
+                "reduces dense ones: build its module with sparse=False (nn.Embedding, "
+                "nn.EmbeddingBag)"
+            )
+        storage = self._meet(parameter.grad)
+        self.gradients.add(storage)
+        self._write("gradient", storage=storage)
         self.received.add(id(parameter))
 
     def enter(self, name: str) -> None:
@@ -390,6 +415,12 @@ class Recorder(TorchDispatchMode):
             if phase == "backward":
                 origin = self._find_origin()
         self.events.append(TraceEvent(what, phase, self._names, origin=origin, **facts))
+        if len(self.events) == _SLOW:
+            warnings.warn(
+                "the model issues very many operators, as a loop over positions does, and a trace "
+                "takes time for each: a shorter sequence or fewer layers are planned for sooner",
+                stacklevel=2,
+            )
 
     def _find_origin(self) -> int:
         node = current_node()
@@ -427,6 +458,20 @@ class Recorder(TorchDispatchMode):
         self._write("free", storage=number, nbytes=nbytes)
 
 
+def _strided(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors whose memory it is: itself, or what a sparse one is made of."""
+    if tensor.is_nested:
+        raise UserError(
+            "the model makes nested tensors, whose sizes are values: they cannot be described. Pad "
+            "them in the model that is planned"
+        )
+    return parts_of(tensor)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(held.nbytes for tensor in tensors for held in _strided(tensor))
+
+
 def _dtype_named(name: str | None, argument: str) -> torch.dtype | None:
     dtype = None if name is None else getattr(torch, name, None)
     if name is not None and not isinstance(dtype, torch.dtype):
@@ -434,11 +479,21 @@ def _dtype_named(name: str | None, argument: str) -> torch.dtype | None:
     return dtype
 
 
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in what a module gives, also in dataclasses."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for each in fields(leaf):
+                yield from _tensors_in(getattr(leaf, each.name))
+
+
 def _total_bytes(value: Any) -> int:
     """Bytes of the distinct storages in what a module gives."""
     sizes = {}
-    for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, Tensor):
+    for found in _tensors_in(value):
+        for tensor in _strided(unwrapped(found)):
             sizes[storage_id(tensor.untyped_storage())] = min(
                 tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
             )
@@ -463,7 +518,7 @@ def find_loss(output: Any) -> tuple[Tensor, tuple[str, ...]]:
         named = output.get("loss")
     if isinstance(named, Tensor) and named.numel() == 1 and named.requires_grad:
         return named, ()
-    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    leaves = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
     if not leaves:
         raise UserError(
             "the model's output carries no gradient, so it has no backward to describe: is every "
