@@ -410,3 +410,23 @@ def test_plans_that_say_alike_how_a_model_is_cut_have_the_same_units(name, ranks
 
 _LAYERS = nn.Sequential(*[nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)) for _ in range(3)])
 _CUTS: dict[Any, Any] = {}
+
+
+class Experts(nn.Module):
+    """As Transformers keeps experts: one tensor, a row for each."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(experts, 64, 32))
+
+
+def test_rows_for_too_few_ranks_are_said_with_the_way_out() -> None:
+    model = nn.Sequential(Experts(8), nn.Linear(64, 32))
+    told = {}
+    for ranks in (8, 32):
+        plan = Plan.of("zero3", mesh=ranks, whole_below=0)
+        told[ranks] = plan.resolve(model).explain()
+    assert "padding" not in told[8]
+    assert "padding: '0.up' has 8 rows for 32 ranks. Keep shard groups to 8 ranks" in told[32]
+    assert "padding" not in Plan.of("hsdp", mesh=(4, 8)).resolve(model).explain()
+    assert "padding" not in Plan.of("ddp", mesh=32).resolve(model).explain()

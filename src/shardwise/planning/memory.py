@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.planning.executor import PlannedExecutor, PlannedUnit
+from shardwise.planning.rows import Rows
 from shardwise.schedule.arena import Layout, Lives, lay_out
 from shardwise.schedule.drive import Part, run_backward, run_forward, settle
 from shardwise.schedule.moments import Schedule
@@ -230,11 +231,37 @@ def explain(plan: Plan, micro_batches: int = 1) -> str:
         table.append(("", "all-to-all", sent.all_to_all))
     width = max(len(head) for head, _, _ in table)
     lines += [f"  {head:<{width}}  {what:<34} {show_bytes(n):>12}" for head, what, n in table]
+    padding = explain_padding(plan)
+    if padding:
+        lines.append(f"  note: {padding}")
     if plan.has_arena(streams=True):
         device, host = (lay_out_arena(plan, micro_batches, s).nbytes for s in (True, False))
         on_host = f"{host:,}" if plan.has_arena(streams=False) else "none"
         lines.append(f"  arena: {device:,} bytes in one block; on a CPU {on_host}")
     return "\n".join(lines)
+
+
+def explain_padding(plan: Plan) -> str:
+    """What to do about parameters of fewer rows than a shard group has ranks, where those make more
+    padding than there are parameters; else nothing.
+    """
+    most, padding = ("", 0, 0), 0
+    for unit in plan.require_units():
+        ranks = plan.axes_of(unit)[1]
+        for parameter in unit.parameters:
+            rows = Rows(parameter.shape, ranks)
+            beside = 0 if rows.replicated else rows.part * ranks - rows.numel
+            padding += beside
+            if beside > most[1]:
+                most = parameter.name, beside, parameter.shape[0]
+    name, _, rows_of_it = most
+    if padding <= sum(unit.numel for unit in plan.require_units()):
+        return ""
+    return (
+        f"more than half of what is gathered is padding: {name!r} has {rows_of_it} rows for "
+        f"{plan.shard} ranks. Keep shard groups to {rows_of_it} ranks (hsdp), or cut another dim "
+        "through fully_shard(shard_placement_fn=...)"
+    )
 
 
 def show_bytes(count: float) -> str:

@@ -310,6 +310,7 @@ class Rejected:
     strategy: str
     peak_bytes: int
     needed_bytes: float  # of the device
+    note: str = ""  # what takes so much of it
 
 
 @dataclass(frozen=True)
@@ -351,6 +352,7 @@ class Ranking(Sequence[Candidate]):
                 f"{show_gb(least.needed_bytes)} GB (with {MEMORY_MARGIN:.0%} for the prediction, "
                 "and what fragmentation, the context and NCCL take). Use more ranks, shorter "
                 "sequences, or tensor parallelism beneath it."
+                + (f" {least.title}: {least.note}." if least.note else "")
             )
         best = self.candidates[0]
         lines = [

@@ -23,6 +23,7 @@ from shardwise.description.model import ModelDescription
 from shardwise.description.tracing.real_run import tell
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
+from shardwise.planning.memory import explain_padding
 from shardwise.planning.plan import Plan
 from shardwise.planning.units import MIB
 from shardwise.predict.cost import Costs
@@ -258,7 +259,8 @@ class _Search:
             peak = self._peak(resolved, description, workload)
         if peak > room.most:
             title, needed = title_of(plan, workload), room.needed(peak)
-            self.rejected[key] = Rejected(title, plan.title, int(peak), needed)
+            note = explain_padding(resolved)
+            self.rejected[key] = Rejected(title, plan.title, int(peak), needed, note)
             return None
         self.found[key] = self._predict(resolved, description, workload)
         return self.found[key]
