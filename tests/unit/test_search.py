@@ -104,6 +104,26 @@ def test_a_budget_leaves_less_and_less(ranking) -> None:
         search("tiny", CLUSTER, WORKLOAD, budget_gb=-1)
 
 
+def test_what_fits_nowhere_for_its_padding_is_said_so() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.zeros(8, 256, 512))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.up.mean(0).t() @ self.up.mean(0)).square().mean()
+
+    inputs = [torch.zeros(4, 512)]
+    for budget in (1e-6, 0.02):  # surely too little, and nearly enough
+        found = search(
+            Experts(), CLUSTER, inputs=inputs, world=64, strategies=("zero3",), budget_gb=budget
+        )
+        assert len(found) == 0 and "Nothing fits" in found.explain()
+        told = "'up' has 8 rows for 64 ranks. Keep shard groups to 8 ranks" in found.explain()
+        assert told == any(r.note for r in found.rejected)
+    assert told
+
+
 def test_memory_decides_what_stays_gathered() -> None:
     """On a slow link keeping units gathered pays, where there is room for them."""
     slow = dataclasses.replace(

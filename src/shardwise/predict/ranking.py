@@ -346,13 +346,14 @@ class Ranking(Sequence[Candidate]):
         """Why the winner wins, against the best of every other strategy."""
         if not self.candidates:
             least = min(self.rejected, key=lambda r: r.needed_bytes)
+            padded = next((r for r in (least, *self.rejected) if r.note), None)
             return (
                 f"Nothing fits in {show_gb(self.limit_bytes)} GB; the least is {least.title} with "
                 f"{show_gb(least.peak_bytes)} GB, which needs a device of "
                 f"{show_gb(least.needed_bytes)} GB (with {MEMORY_MARGIN:.0%} for the prediction, "
                 "and what fragmentation, the context and NCCL take). Use more ranks, shorter "
                 "sequences, or tensor parallelism beneath it."
-                + (f" {least.title}: {least.note}." if least.note else "")
+                + (f" With {padded.title}, {padded.note}." if padded else "")
             )
         best = self.candidates[0]
         lines = [

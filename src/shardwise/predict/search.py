@@ -248,7 +248,7 @@ class _Search:
         if key in self.found or key in self.rejected:
             return self.found.get(key)
         peak: float = self._estimate(plan, workload)
-        room = self._room(plan)
+        room, note = self._room(plan), ""
         if peak <= room.most * SURELY_TOO_MUCH:
             made = self._describe(plan, workload)
             if made is None:
@@ -257,9 +257,9 @@ class _Search:
             about = (workload.micro_batch, resolved, description)
             self._described[plan, workload.checkpoint] = about
             peak = self._peak(resolved, description, workload)
+            note = explain_padding(resolved) if peak > room.most else ""
         if peak > room.most:
             title, needed = title_of(plan, workload), room.needed(peak)
-            note = explain_padding(resolved)
             self.rejected[key] = Rejected(title, plan.title, int(peak), needed, note)
             return None
         self.found[key] = self._predict(resolved, description, workload)
