@@ -582,3 +582,13 @@ def test_an_lstm_on_a_cpu_keeps_what_onednn_keeps(ways: int, batch_first: bool) 
     x = torch.randn(16, 24, 96, requires_grad=True)
     described = describe(model, x, 1, loss=lambda m, x: m(x)[0].sum(), device="cpu")
     assert described.saved_bytes == pytest.approx(saved_in_reality(model, x), rel=0.06)
+
+
+@needs_onednn
+def test_gradients_that_come_inside_a_fused_recurrent_network_are_not_placed() -> None:
+    """Its backward is one call: the peak of an LSTM's is as it was measured without them."""
+    row = torch.randn(5, 2, 16)
+    found = describe(nn.LSTM(16, 16), row, 1, loss=lambda m, x: m(x)[0].sum(), device="cpu")
+    passes = [segment.backward for unit in found.units for segment in unit.segments]
+    fused = [part for part in passes if any(k.kind == "recurrent" for k in part.kernels)]
+    assert fused and all(part.keeping_bytes == part.before_bytes == 0 for part in fused)
