@@ -96,7 +96,8 @@ def _tell_on_hosts(count: int) -> int:
         assert control.tell([rank, 7]) == [[r, 7] for r in range(size)]
         asked = store.asked["append"]
         for turn in range(5):
-            heard = control.tell([rank * 10**10, -turn, 3])
+            with torch.device("meta"):  # a program's default device is none of theirs
+                heard = control.tell([rank * 10**10, -turn, 3])
             assert heard == [[r * 10**10, -turn, 3] for r in range(size)]
         return store.asked["append"] - asked
 

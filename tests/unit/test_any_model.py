@@ -118,8 +118,11 @@ def test_a_dataclass_needs_no_loss() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Sequential(nn.LazyLinear(8)), "'0.weight' of Sequential has no size yet"),
-        (nn.Sequential(torch.jit.script(nn.Linear(8, 8))), "'0' of Sequential was made by torch.j"),
+        (nn.Sequential(nn.LazyLinear(8)), "parameter '0.weight' of a LazyLinear has no shape yet"),
+        (
+            nn.Sequential(torch.jit.script(nn.Linear(8, 8))),
+            "'0.weight' is in a scripted Linear",
+        ),
         (nn.Embedding(8, 8, sparse=True), "is sparse, and shardwise reduces dense ones"),
     ],
     ids=["lazy", "scripted", "sparse gradient"],

@@ -233,7 +233,7 @@ class Group:
             return self.control.tell(numbers)
         if self.control.track is not None:
             self.control.track.add(EXCHANGE, "agreement")
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default is
         found = mine.new_empty((self.size, len(mine)))
         self.near.all_gather(found, mine).wait()
         return cast(list[list[int]], found.tolist())

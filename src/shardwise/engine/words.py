@@ -187,7 +187,7 @@ class _Hosts:
         if self._near is None:
             return [list(each) for each in self._control.exchange(tuple(numbers))]
         self._control.note_turn()
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default is
         here = mine.new_empty((self._near.size, len(mine)))
         self._near.all_gather(here, mine).wait()
         if len(self._places) > 1:
@@ -195,7 +195,7 @@ class _Hosts:
             if self._leaders is not None:
                 by_host = self._leaders.exchange(here.tolist())
                 for places, told in zip(self._places, by_host, strict=True):
-                    everybody[places] = torch.tensor(told)
+                    everybody[places] = mine.new_tensor(told)
             self._near.broadcast(everybody).wait()
             here = everybody
         return cast(list[list[int]], here.tolist())

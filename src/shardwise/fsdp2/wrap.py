@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parameter import is_lazy
 
 from shardwise.engine.api import check_unplanned
 from shardwise.engine.attach import Options, divide
@@ -22,6 +21,7 @@ from shardwise.fsdp2 import meshes, ties
 from shardwise.fsdp2.meshes import Axes
 from shardwise.fsdp2.module import FSDPModule, become_sharded
 from shardwise.fsdp2.sharding import NAME, Sharding, is_applied, state_of
+from shardwise.planning.units import why_not_cut
 
 Placed = tuple[nn.Parameter, list[tuple[nn.Module, str]]]
 
@@ -180,24 +180,10 @@ def _find_parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> li
     for module in managed:
         for key, parameter in parameters_of(module).items():
             if parameter is not None and parameter not in ignored:
-                _check_replaceable(module, key, parameter)
+                if why := why_not_cut(module, parameter):
+                    raise RuntimeError(f"parameter {key!r} {why}, or give it to ignored_params")
                 found.setdefault(id(parameter), (parameter, []))[1].append((module, key))
     return list(found.values())
-
-
-def _check_replaceable(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Error where no sharded parameter can take this one's place."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(
-            f"parameter {key!r} is in a scripted {module.original_name}, which lets nobody put a "
-            "sharded parameter in its place; use the module without torch.jit, or keep its "
-            "parameters whole by ignored_params"
-        )
-    if is_lazy(parameter):
-        raise RuntimeError(
-            f"parameter {key!r} of a {type(module).__name__} has no shape yet: it gets one in the "
-            "module's first forward. Run that, on an example, before fully_shard"
-        )
 
 
 def _move(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.description.parameters import ParameterSpec, UnitSpec, dtype_name, places
 from shardwise.errors import UserError
@@ -120,23 +121,29 @@ class Whole:
 Run = list[tuple[str, nn.Module]]  # modules that form one unit
 
 
-def check_cuttable(model: nn.Module) -> None:
-    """Error for a model whose parameters have no sizes yet, or are in modules of torch.jit.script:
-    those have no Python attributes that could hold shards.
+def why_not_cut(module: nn.Module, parameter: nn.Parameter) -> str:
+    """Why no sharded parameter can take the place of this one of the module's own; nothing if one
+    can.
     """
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise UserError(
-                f"parameter {name!r} of {type(model).__name__} has no size yet, as its module is a "
-                "lazy one: run the model once, or build the module with its sizes"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            what = f"module {name!r} of {type(model).__name__}" if name else "the model"
-            raise UserError(
-                f"{what} was made by torch.jit.script, and its parameters cannot be cut: give the "
-                "module as it was before, without torch.jit.script"
-            )
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            f"is in a scripted {module.original_name}, which lets nobody put a sharded parameter "
+            "in its place; use the module without torch.jit"
+        )
+    if is_lazy(parameter):
+        return (
+            f"of a {type(module).__name__} has no shape yet: it gets one in the module's first "
+            "forward. Run that, on an example, before it is cut"
+        )
+    return ""
+
+
+def check_cuttable(model: nn.Module) -> None:
+    """Error for a model with a parameter that cannot be cut."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if why := why_not_cut(module, parameter):
+                raise UserError(f"parameter {name!r} {why}")
 
 
 def cut_units(
