@@ -33,7 +33,7 @@ from shardwise.description.cluster import (
 )
 from shardwise.emulation.run import fake_group
 from shardwise.engine.api import shard
-from shardwise.engine.collectives import near_of
+from shardwise.engine.collectives import Group
 from shardwise.planning.plan import Plan
 from shardwise.predict.describe import describe
 from shardwise.profiling.timing import (
@@ -440,7 +440,7 @@ def _measure_share(effort: Effort, plain: bool) -> Sampled:
     """The share of compute that communication takes: products alone, then beside all-reduces. All
     of it where the ranks move what they send themselves.
     """
-    if not plain and near_of(dist.group.WORLD, torch.device("cpu")) is not None:
+    if Group.of("all", None, torch.device("cpu"), plain).near is not None:
         return Sampled(MOST_SHARE, 0.0)
     a = torch.randn(256, 256)
     big = torch.ones(max(effort.sizes, default=2**20) // 4)

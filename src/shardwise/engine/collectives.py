@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engine import marks, torch_private
+from shardwise.engine.across import Across, across_of
 from shardwise.engine.near import LARGEST, MOST_RANKS, Message, Near, meet
 from shardwise.engine.words import Control, PerWorld, control_of
 from shardwise.planning.memory import sent_bytes
@@ -124,7 +125,8 @@ class Group:
     """One axis of the mesh as this rank sees it: the ranks it shares that axis with.
 
     `plain`: everything goes by torch's own calls, as whoever watches those expects; else by the
-    cheapest way, which is `near` where all ranks are on this host.
+    cheapest way, which is `near` where all ranks are on this host, and for sums `across` where
+    several are on each of several.
     """
 
     axis: str
@@ -134,6 +136,7 @@ class Group:
     control: Control | None  # moves small host values
     plain: bool = True
     near: Near | None = None
+    across: Across | None = None
 
     @classmethod
     def of(
@@ -142,8 +145,13 @@ class Group:
         """A group of torch's (None: all ranks). Where it is not `plain`, all of its ranks call."""
         group = group or dist.group.WORLD
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        found = None if plain else near_of(group, device)
-        return cls(axis, group, size, rank, control_of(group), plain, found)
+        control = control_of(group)
+        if plain or control is None or device.type != "cpu" or not is_gloo(group, device):
+            return cls(axis, group, size, rank, control, plain)
+        assert group is not None  # `control_of` asked
+        near = near_of(group, control, device)
+        across = across_of(group, control, device) if near is None else None
+        return cls(axis, group, size, rank, control, plain, near, across)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, custom: Any = None) -> Handle:
         """Every rank's `input`, one after the other, into `output`. `input` may be this rank's part
@@ -212,6 +220,8 @@ class Group:
         self._note("all_reduce", tensor)
         if self.near is not None and goes_near(tensor):
             return _issued(self.near.all_reduce(tensor))
+        if self.across is not None and goes_near(tensor):
+            return _issued(self.across.all_reduce(tensor))
         return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -330,14 +340,11 @@ def digest(value: object) -> int:
 _near: PerWorld[Near | None] = PerWorld()
 
 
-def near_of(group: dist.ProcessGroup | None, device: torch.device) -> Near | None:
+def near_of(group: dist.ProcessGroup, control: Control, device: torch.device) -> Near | None:
     """The memory that the ranks of a group share, all on this host; None where they do not. The
     first call of a group is a collective one. If something stands in for torch's functions on any
     of them (an emulated network, a recorder) it is not passed by.
     """
-    control = control_of(group)
-    if group is None or control is None or device.type != "cpu" or not is_gloo(group, device):
-        return None
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) > MOST_RANKS:
         return None

@@ -33,7 +33,10 @@ _BLOCK = 2**16  # elements that are added at a time: they stay in the processor'
 _LOOK_S = 0.05  # between two looks for a rank that has gone
 _COLLECT_S = 0.5  # of waiting, before what nobody refers to is collected
 _GRACE_S = 4.0  # for the watch, which knows more of what another rank did than this one does
-_KINDS = {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 3, "broadcast": 4}
+_KINDS = {
+    "all_gather": 1, "reduce_scatter": 2, "all_reduce": 3, "broadcast": 4, "add_part": 5,
+    "share_part": 6,
+}  # fmt: skip
 
 
 class Gone(ConnectionError):
@@ -140,6 +143,35 @@ class Near:
                 _add(found, into)
 
         return self._issue("all_reduce", sent.numel(), [(0, sent)], read)
+
+    def part_of(self, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """A rank's part of a tensor, in elements and in place: of a short one it may be empty."""
+        part = -(-tensor.numel() // self.size)
+        start = part * (self._rank if rank is None else rank)
+        return tensor.data.view(-1)[start : start + part]
+
+    def add_part(self, tensor: torch.Tensor) -> Message:
+        """The sum over ranks in this rank's part of `tensor`. The rest of it stays as it is."""
+        sent, into = _bytes_of(tensor), self.part_of(tensor)
+
+        def read(messages: Sequence[torch.Tensor]) -> None:
+            _add([self.part_of(message.view(tensor.dtype)) for message in messages], into)
+
+        return self._issue("add_part", sent.numel(), [(0, sent)], read)
+
+    def share_part(self, tensor: torch.Tensor) -> Message:
+        """Every rank's part of its `tensor`, in place of what others have there."""
+        own = self.part_of(tensor)
+        at = int(own.storage_offset() - tensor.storage_offset())
+
+        def read(messages: Sequence[torch.Tensor]) -> None:
+            for rank in self._others:
+                self.part_of(tensor, rank).copy_(
+                    self.part_of(messages[rank].view(tensor.dtype), rank)
+                )
+
+        pieces = [(at * tensor.itemsize, _bytes_of(own))]
+        return self._issue("share_part", tensor.nbytes, pieces, read)
 
     def broadcast(self, tensor: torch.Tensor) -> Message:
         """The first rank's values, in place."""

@@ -98,8 +98,21 @@ class Control:
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, as many on each. For what is compared in every step."""
         if self._hosts is None:
-            self._hosts = _Hosts(self, self._store, self._ranks, self._rank)
+            self._hosts = _Hosts(self, self._store, self._rank)
         return self._hosts.tell(numbers)
+
+    def find_hosts(self) -> list[list[int]]:
+        """The places in the group of each host's ranks; nothing where a host cannot be known."""
+        by_word: dict[object, list[int]] = {}
+        for place, word in enumerate(self.exchange(_host_word())):
+            by_word.setdefault(word, []).append(place)
+        return [] if None in by_word else list(by_word.values())
+
+    def among(self, places: Sequence[int], why: str) -> Control:
+        """The turns of some of the group's ranks, this one among them, by themselves."""
+        ranks = tuple(self._ranks[place] for place in places)
+        name = f"{self.about}{why} {_name(self._ranks)}/"
+        return Control(self._store, ranks, places.index(self._rank), name, watch=False)
 
     def part(self) -> None:
         """The last word: the first rank, which may be the store's home, leaves after the others."""
@@ -161,26 +174,20 @@ class _Hosts:
     each goes to the store for them. All ranks make it, and find the same.
     """
 
-    def __init__(self, control: Control, store: Any, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, control: Control, store: Any, rank: int) -> None:
         self._control, self._near, self._leaders = control, None, None
-        by_word: dict[object, list[int]] = {}
-        for place, word in enumerate(control.exchange(_host_word())):
-            by_word.setdefault(word, []).append(place)
-        if None in by_word:
+        self._places = control.find_hosts()
+        if not self._places:
             return
-        self._places = list(by_word.values())
         own = next(each for each in self._places if rank in each)
-        name, at = f"{control.about}host of {_name(ranks)}/", own.index(rank)
-        inside = Control(store, tuple(ranks[place] for place in own), at, name, watch=False)
+        inside, at = control.among(own, "host of"), own.index(rank)
         timeout = getattr(store, "timeout", dist.default_pg_timeout).total_seconds()
         near = meet(inside.exchange, len(own), at, timeout)
         if not all(control.exchange(near is not None)):
             return
         self._near = near
         if at == 0 and len(self._places) > 1:
-            first = tuple(ranks[places[0]] for places in self._places)
-            name = f"{control.about}hosts of {_name(ranks)}/"
-            self._leaders = Control(store, first, self._places.index(own), name, watch=False)
+            self._leaders = control.among([places[0] for places in self._places], "hosts of")
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers: to the first rank of the host, to those of other hosts, back."""
