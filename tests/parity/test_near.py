@@ -23,7 +23,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine import collectives, near, regions
-from shardwise.engine.collectives import Group, near_of
+from shardwise.engine.collectives import Group
 from shardwise.engine.engine import engine_of
 from tests.ranks import RankError, Ranks
 
@@ -184,7 +184,7 @@ def ask_again(host: str, off: bool) -> bool:
     if last and off:
         os.environ[regions.OFF] = "0"
     try:
-        return near_of(dist.new_group(), CPU) is not None
+        return Group.of("all", dist.new_group(), CPU).near is not None
     finally:
         regions.host = before
         os.environ.pop(regions.OFF, None)
@@ -249,7 +249,7 @@ def ask_while_somebody_counts() -> bool:
     if dist.get_rank() == 0:
         dist.all_reduce = lambda *args, **kwargs: own(*args, **kwargs)
     try:
-        return near_of(dist.new_group(), CPU) is not None
+        return Group.of("all", dist.new_group(), CPU).near is not None
     finally:
         dist.all_reduce = own
 
