@@ -302,13 +302,13 @@ class CompiledModel:
 
     @contextmanager
     def _ready_to_trace(self) -> Iterator[None]:
-        """Whatever is traced inside is traced without parameters and loggers."""
+        """Whatever is traced inside is traced without parameters, and as torch has to be set."""
         with ExitStack() as stack:
 
             def begin() -> None:
                 if not self._is_hidden:
                     stack.enter_context(self._hidden())
-                    stack.enter_context(torch_private.without_loggers())
+                    stack.enter_context(torch_private.tracing_settings())
 
             if self._guards.see_places:
                 begin()

@@ -145,15 +145,20 @@ def place_of(error: BaseException) -> str:
     return f"{stack[-1].filename}:{stack[-1].lineno}, `{stack[-1].line}`" if stack else ""
 
 
-def without_loggers() -> AbstractContextManager[Any]:
-    """Tracing leaves out what a model's forward tells a logger, as torch.export does. Without it
-    such a call (Transformers' say something once) breaks the graph.
+def tracing_settings() -> AbstractContextManager[Any]:
+    """Tracing leaves out what a model's forward tells a logger, as torch.export does: such a call
+    (Transformers' say something once) would break the graph. And the guards that it makes do not
+    look modules over by their dicts' versions: torch's code for that read freed memory, so 2.12
+    turned it off (pytorch/pytorch 181873).
     """
     from torch._dynamo import config
 
     new = "ignore_logging_functions"  # in torch 2.11 they were methods
     name = new if hasattr(config, new) else "ignore_logger_methods"
     changes: dict[str, Any] = {name: _logger_methods(len(vars(logging.Logger)))}
+    by_version = "use_recursive_dict_tags_for_guards"
+    if hasattr(config, by_version):
+        changes[by_version] = False
     return config.patch(**changes)
 
 
