@@ -78,17 +78,20 @@ def compare_values(dtype: torch.dtype, part: int) -> bool:
         in_place = torch.empty_like(whole)
         mine = in_place.view(group.size, -1)[group.rank].copy_(own)
         scattered = torch.empty_like(own)
+        several = [torch.empty_like(whole), whole.new_empty(3 * group.size)]
+        parts = [several[0].view(group.size, -1)[group.rank].copy_(own), draw(3, dtype)]
         handles = [
             group.all_gather(gathered, own),
             group.reduce_scatter(scattered, whole),
             group.all_reduce(summed),
             group.all_gather(in_place, mine),
+            group.all_gather_all(several, parts),
         ]
         random.Random(part).shuffle(handles)
         for handle in handles:
             handle.wait()
             handle.wait()  # a second time does nothing
-        found.append([gathered, scattered, summed, in_place])
+        found.append([gathered, scattered, summed, in_place, *several])
     return all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 

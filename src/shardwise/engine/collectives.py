@@ -45,14 +45,17 @@ class All:
 
 
 class After:
-    """Something under way, and what is to be done once it has ended."""
+    """Something under way, and what is to be done, once, when it has ended."""
 
     def __init__(self, handle: Handle, end: Callable[[], None]) -> None:
-        self.handle, self.end = handle, end
+        self.handle = handle
+        self._end: Callable[[], None] | None = end
 
     def wait(self) -> None:
         self.handle.wait()
-        self.end()
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
 
 DONE = All(())  # nothing under way: a group of one rank, or an operation that has ended
@@ -166,7 +169,7 @@ class Group:
         if custom is not None:
             return _issued(custom(output, input, self.group, async_op=True) or DONE)
         if self.near is not None and goes_near(input, output):
-            return _issued(self.near.all_gather(output, input))
+            return _issued(self.near.all_gather((output, input)))
         return _issued(torch_private.all_gather(output, input, self.group))
 
     def post(self, source: torch.Tensor, dtype: torch.dtype) -> tuple[Handle, Message]:
@@ -188,12 +191,35 @@ class Group:
     def all_gather_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Many gathers as one message, where the backend can; else one each."""
-        if len(outputs) == 1:
-            return self.all_gather(outputs[0], inputs[0])
+        """Many gathers as one message, where one can be made of them; else one each."""
+        pairs = list(zip(outputs, inputs, strict=True))
+        if len(pairs) == 1:
+            return self.all_gather(*pairs[0])
+        if outputs[0].device.type == "cpu":
+            self._note("all_gather", *outputs)
+            together = sum(each.nbytes for each in inputs) <= LARGEST
+            if self.near is not None and together and all(goes_near(*pair) for pair in pairs):
+                return _issued(self.near.all_gather(*pairs))
+            return _issued(self._all_gather_packed(pairs))
         if self.groups_calls(outputs[0].device):
             return self.all_gather_grouped(outputs, inputs)
-        return All([self.all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
+        return All([self.all_gather(*pair) for pair in pairs])
+
+    def _all_gather_packed(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Handle:
+        """All inputs side by side. gloo could group the calls, but does this itself then, and its
+        thread lets go of all those tensors while this one does.
+        """
+        sent = torch.cat([input.reshape(-1) for _, input in pairs])
+        found = sent.new_empty((self.size, sent.numel()))
+
+        def end() -> None:
+            at = 0
+            for output, input in pairs:
+                output.view(self.size, -1).copy_(found[:, at : at + input.numel()])
+                at += input.numel()
+            let_go(found)
+
+        return After(torch_private.all_gather(found.view(-1), sent, self.group), end)
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
@@ -245,7 +271,7 @@ class Group:
             self.control.track.add(EXCHANGE, "agreement")
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default is
         found = mine.new_empty((self.size, len(mine)))
-        self.near.all_gather(found, mine).wait()
+        self.near.all_gather((found, mine)).wait()
         return cast(list[list[int]], found.tolist())
 
     @cached_property

@@ -100,17 +100,25 @@ class Near:
         self._issued = 0
         self.leave = weakref.finalize(self, self._own.close)  # or at the process's end
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Message:
-        """Every rank's `input`, one after the other, into `output`, of which it may be a part."""
-        sent, places = _bytes_of(input), _bytes_of(output).view(self.size, -1)
-        if places[self._rank].data_ptr() != sent.data_ptr():
-            places[self._rank].copy_(sent)
+    def all_gather(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> Message:
+        """Of each (output, input) every rank's `input`, one after the other, into `output`, of
+        which it may be a part. All of them are one message.
+        """
+        sent, places, at = [], [], 0
+        for output, input in pairs:
+            own, parts = _bytes_of(input), _bytes_of(output).view(self.size, -1)
+            if parts[self._rank].data_ptr() != own.data_ptr():
+                parts[self._rank].copy_(own)
+            sent.append((at, own))
+            places.append((at, parts))
+            at += own.numel()
 
         def read(messages: Sequence[torch.Tensor]) -> None:
-            for rank in self._others:
-                places[rank].copy_(messages[rank])
+            for start, parts in places:
+                for rank in self._others:
+                    parts[rank].copy_(messages[rank][start : start + parts.shape[1]])
 
-        return self._issue("all_gather", sent.numel(), [(0, sent)], read)
+        return self._issue("all_gather", at, sent, read)
 
     def post(self, source: torch.Tensor, dtype: torch.dtype) -> Message:
         """Every rank's `source` in another dtype, to be read by the caller."""

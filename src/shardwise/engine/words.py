@@ -196,7 +196,7 @@ class _Hosts:
         self._control.note_turn()
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default is
         here = mine.new_empty((self._near.size, len(mine)))
-        self._near.all_gather(here, mine).wait()
+        self._near.all_gather((here, mine)).wait()
         if len(self._places) > 1:
             everybody = mine.new_empty((sum(map(len, self._places)), len(mine)))
             if self._leaders is not None:
