@@ -67,7 +67,7 @@ def test_parameters_and_gradients_are_dtensors(four: Ranks, name: str) -> None:
 
 
 class Strange(nn.Module):
-    """0-d, empty, single-row, integer and boolean parameters, and no block to cut by."""
+    """0-d, empty, single-row, integer, boolean and 8-bit parameters, and no block to cut by."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,10 +76,12 @@ class Strange(nn.Module):
         self.row = nn.Parameter(torch.ones(1, 5))
         self.table = nn.Parameter(torch.arange(6), requires_grad=False)
         self.mask = nn.Parameter(torch.tensor([True, False, True, True, True]), requires_grad=False)
+        code = torch.arange(5).to(torch.float8_e4m3fn)  # of a dtype that gloo moves none of
+        self.code = nn.Parameter(code, requires_grad=False)
         self.fc = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.fc(x * self.row * self.mask * self.scale) + self.table[2]
+        y = self.fc(x * self.row * self.mask * self.scale + self.code.float()) + self.table[2]
         return y.sum() + self.nothing.sum()
 
 
@@ -107,7 +109,9 @@ def _strange(name: str) -> None:
     got = sw.full_state_dict(model)
     for key, value in alone.state_dict().items():
         assert got[key].shape == value.shape and got[key].dtype == value.dtype
-        torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got[key].double(), value.double(), rtol=1e-5, atol=1e-6)
+    sw.broadcast(model)
+    assert torch.equal(sw.full_state_dict(model)["code"].float(), alone.code.float())
 
 
 @pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))

@@ -166,6 +166,7 @@ class Group:
                 output.copy_(input)
             return DONE
         self._note("all_gather", output)
+        output, input = as_sent(output), as_sent(input)
         if custom is not None:
             return _issued(custom(output, input, self.group, async_op=True) or DONE)
         if self.near is not None and goes_near(input, output):
@@ -186,6 +187,7 @@ class Group:
     ) -> Handle:
         """Many gathers as one grouped call; each input may be this rank's part of its output."""
         self._note("all_gather", *outputs)
+        outputs, inputs = list(map(as_sent, outputs)), list(map(as_sent, inputs))
         return _issued(torch_private.all_gather_grouped(outputs, inputs, self.group))
 
     def all_gather_all(
@@ -253,7 +255,7 @@ class Group:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The first rank's values on every rank."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            dist.broadcast(as_sent(tensor), group=self.group, group_src=0)
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's small Python value, on every rank. Blocks; for agreement, not for data."""
@@ -316,6 +318,18 @@ class Group:
                     log.calls.append(Call(name, self.axis, nbytes, self.size))
             if marks.on is not None:
                 marks.on.call(name, self.axis, nbytes, self.members)
+
+
+# gloo and NCCL both move these; of other dtypes (8-bit floats, 16-bit integers) the bytes.
+_MOVED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
+_MOVED |= {torch.complex128, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or its bytes where a backend could refuse its dtype: for messages that
+    nothing is computed of.
+    """
+    return tensor if tensor.dtype in _MOVED else tensor.view(torch.uint8)
 
 
 def is_gloo(group: Any, device: torch.device) -> bool:

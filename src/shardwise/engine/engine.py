@@ -357,6 +357,7 @@ class Engine:
             schedule.end_backward()
             self.backwards += 1
             if any(unit.sums.complete for unit in schedule.reduce_order):
+                schedule.hide()
                 self.end_step(ran=True)
         if marks.on is not None:
             marks.on.turn("", "optimizer")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.collectives import as_sent
 from shardwise.engine.engine import engine_of, is_sharded
 from shardwise.engine.mesh import default_device
 from shardwise.engine.torch_private import (
@@ -103,7 +104,7 @@ def _broadcast_from_first(tensors: list[torch.Tensor]) -> None:
     for message in cut_messages(tensors, BROADCAST_BYTES):
         group = [tensors[i] for i in message]
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(as_sent(flat), src=0)
         for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
 

@@ -116,17 +116,25 @@ class Member:
     def name(self) -> str:
         return self.names[0]
 
-    @property
-    def registered(self) -> nn.Parameter:
-        """What hangs in the module now."""
-        first, *others = [parameters_of(module).get(key) for module, key in self.places]
-        if first is None:
+    def registered(self, visible: nn.Parameter) -> nn.Parameter:
+        """What hangs in the module now, where `visible` did.
+
+        In a tie's places it must be one parameter. `load_state_dict(assign=True)` gives each place
+        its own: if all were replaced by equal ones, the first is meant; places still on the meta
+        device follow those with memory.
+        """
+        found = [parameters_of(module).get(key) for module, key in self.places]
+        if found[0] is None:
             raise RuntimeError(
                 f"parameter {self.name!r} was removed after sharding; change the model before it "
                 "is sharded"
             )
-        for name, parameter in zip(self.names[1:], others, strict=False):
-            if parameter is not first:
+        first = next((each for each in found if each is not None and not _is_meta(each)), found[0])
+        replaced = all(each is not visible for each in found)
+        for name, other in zip(self.names, found, strict=False):
+            if other is first or (other is not None and _is_meta(other) and not _is_meta(first)):
+                continue
+            if other is None or not (replaced and _are_equal(first, other)):
                 raise RuntimeError(
                     f"parameter {name!r} was tied to {self.name!r} when the model was sharded, and "
                     "is another one now; untie them before sharding, or change both together"
@@ -278,7 +286,8 @@ class Parameters:
         """Take over parameters that were moved, cast, given memory, replaced or tied in their
         modules.
         """
-        found = [member.registered for member in self.members]
+        pairs = zip(self.members, self.visible, strict=True)
+        found = [member.registered(visible) for member, visible in pairs]
         locals_ = [local_of(parameter.data) for parameter in found]
         for i, parameter in enumerate(found):
             self._check_adoptable(i, parameter, locals_[i], locals_[0])
@@ -315,7 +324,7 @@ class Parameters:
     def _holds(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter is one of ours, and in its place."""
         return any(
-            visible is parameter and i not in self.tied and member.registered is parameter
+            visible is parameter and i not in self.tied and member.registered(visible) is visible
             for i, (member, visible) in enumerate(zip(self.members, self.visible, strict=True))
         )
 
@@ -374,6 +383,19 @@ def keeper_of(parameter: torch.Tensor) -> Parameters | None:
     """Who keeps the master of a parameter that users see; None for any other tensor."""
     keeper: weakref.ref[Parameters] | None = parameter.__dict__.get(_KEEPER)
     return None if keeper is None else keeper()
+
+
+def _is_meta(parameter: nn.Parameter) -> bool:
+    return local_of(parameter.data).is_meta
+
+
+def _are_equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+    """Whether this rank's rows of two parameters are the same to the bit."""
+    a, b = local_of(one.data), local_of(other.data)
+    if any(t.is_meta or type(t) is not torch.Tensor for t in (a, b)):
+        return False
+    alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return alike and torch.equal(_bits(a), _bits(b))
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -247,6 +247,18 @@ class Schedule(Generic[U]):
         if self.last_backward or not self.executor.ordered:
             self.reduces.finish()
 
+    def hide(self) -> None:
+        """Backward is over: hooks on gradients find the parameters that they are called with in
+        their modules.
+        """
+        for unit in self.units:
+            if not self._stays(unit):
+                unit.hide()
+
+    def _stays(self, unit: U) -> bool:
+        """A backward inside of a forward leaves the modules that run as they are."""
+        return unit.options.keep_after_backward or unit.running > 0
+
     def close_backward(self) -> None:
         """Give back what only backward needed."""
         self.keeps_graph = self.current.makes_graph
@@ -262,8 +274,7 @@ class Schedule(Generic[U]):
         frees = self.policy.frees_in_pass or (self.policy.frees_after_step and self.last_micro)
         frees = frees and not self.keeps_graph
         for unit in self.units:
-            # A backward inside of a forward leaves the modules that run as they are.
-            if not (unit.options.keep_after_backward or unit.running):
+            if not self._stays(unit):
                 unit.hide()
                 if frees and not unit.needed_on:
                     unit.free()

@@ -153,13 +153,16 @@ def parameter_groups_and_schedules(api: Api) -> None:
 
 @case(2, sync=(True, False))
 def post_accumulate_hooks(api: Api, sync: bool) -> None:
-    """Called once per reduced gradient, with `.grad` in place; never while not syncing."""
+    """Called once per reduced gradient, with `.grad` and the parameter in their places; never
+    while not syncing.
+    """
     model = wrap(api, Stack(), mesh=line())
     called: list[str] = []
     names = {id(p): n for n, p in model.named_parameters()}
 
     def hook(parameter: torch.Tensor) -> None:
         assert isinstance(parameter.grad, DTensor)
+        assert model.get_parameter(names[id(parameter)]) is parameter
         called.append(names[id(parameter)])
 
     for parameter in model.parameters():

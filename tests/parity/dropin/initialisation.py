@@ -25,7 +25,7 @@ from tests.parity.dropin.common import (
     twins,
     whole,
 )
-from tests.parity.dropin.models import Stack, wrap
+from tests.parity.dropin.models import Stack, Tied, wrap
 
 ODD = (7, 13, 3)
 
@@ -86,6 +86,43 @@ def meta_then_assign(api: Api) -> None:
     model.load_state_dict(values, assign=True)
     assert_same_parameters(model, alone, bound=0)
     assert_trains_alike(model, alone, data=_data)
+
+
+def _assign_tied(api: Api, values: dict[str, torch.Tensor]) -> Any:
+    model = _meta(api, lambda *_: Tied())
+    sharded = {name: distribute_tensor(v, line(), [Shard(0)]) for name, v in values.items()}
+    model.load_state_dict(sharded, assign=True, strict=False)
+    return model
+
+
+@case(2, given=("both", "one"))
+def meta_then_assign_tied(api: Api, given: str) -> None:
+    """Each place of a tie is given a parameter of its own, or one of them none: still tied."""
+    alone = Tied()
+    values = alone.state_dict()
+    if given == "one":
+        del values["stem.weight"]
+    model = _assign_tied(api, values)
+    assert_trains_alike(model, alone)
+    assert model.head.weight is model.stem.weight
+
+
+@case(2, engines=("shardwise",))
+def meta_then_assign_the_other_name_of_a_tie(api: Api) -> None:
+    alone = Tied()
+    values = alone.state_dict()
+    del values["head.weight"]
+    assert_trains_alike(_assign_tied(api, values), alone)
+
+
+@case(2, engines=("shardwise",))
+def meta_then_assign_other_values_to_a_tie(api: Api) -> None:
+    """Nobody knows which ones are meant. (torch takes one of them without a word.)"""
+    values = Tied().state_dict()
+    values["stem.weight"] = values["stem.weight"] + 1
+    model = _assign_tied(api, values)
+    with raises(RuntimeError, "'stem.weight' was tied to 'head.weight'"):
+        model(batch(0, 0))
 
 
 @case(4, shape=("line", "grid"))

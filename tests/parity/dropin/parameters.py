@@ -212,17 +212,20 @@ def everything_in_children(api: Api) -> None:
     assert_trains_alike(model, alone)
 
 
-@case(2, dtype=(torch.bfloat16, torch.float64))
+@case(2, dtype=(torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int16))
 def frozen_of_another_dtype(api: Api, dtype: torch.dtype) -> None:
-    """A frozen matrix of another dtype travels with the trained ones."""
+    """A frozen matrix of another dtype travels with the trained ones, also one of a dtype that the
+    backend moves none of.
+    """
 
     class Mixed(Stack):
         def __init__(self) -> None:
             super().__init__()
-            self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=dtype), requires_grad=False)
+            mix = (2 * torch.randn(WIDTH, WIDTH)).to(dtype)
+            self.mix = nn.Parameter(mix, requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward((x.to(self.mix.dtype) @ self.mix).to(x.dtype))
+            return super().forward(x @ self.mix.to(x.dtype))
 
     alone, model = twins(Mixed)
     wrap(api, model, mesh=line())
