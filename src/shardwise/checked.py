@@ -94,7 +94,7 @@ def out_of_bounds(owner: object) -> Iterator[tuple[str, Any, str]]:
 
 
 def out_of_bound(kind: Any, name: str, value: Any) -> str | None:
-    """What is expected of a field of the dataclass `kind`, if `value` is not inside of its bounds."""
+    """What is expected of a field of the dataclass `kind`; None if `value` is inside of it."""
     bounds = (bound for field, bound in _bounds_of(kind) if field == name and value is not None)
     return next((bound.expected for bound in bounds if not bound.holds(value)), None)
 

@@ -289,7 +289,7 @@ class Node:
         # While a graph is recorded no event may be waited for; who records it puts all back.
         ends = engine is not None and engine.forward_root is self and not recomputes
         if engine is not None and ends and not torch_private.is_recording(static.fixed):
-            engine.reset()
+            engine.fail_forward()
         explain(
             error,
             "Read parameters inside the forward of the module that was sharded with them, or "
