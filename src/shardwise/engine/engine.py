@@ -313,6 +313,26 @@ class Engine:
         if self.agreement.first_pass and not recomputes:
             self.agreement.check_unit(unit.name, len(self.schedule.forward_order.current))
         self.schedule.before_forward(unit, recomputes)
+        unit.note_writes()
+
+    def check_unwritten(self, unit: Unit, module: nn.Module) -> None:
+        """After a training forward: what it wrote to gathered parameters is lost, as only this
+        rank's rows of the masters stay. An error under a Plan, a warning through the drop-in.
+        """
+        if not unit.written:
+            return
+        names = [member.name for member in unit.parameters.members]
+        shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
+        message = (
+            f"the forward of {type(module).__name__} wrote in place to a parameter of unit "
+            f"{unit.name!r} ({shown}) while it was gathered; that is lost when the unit is "
+            "gathered anew. Constrain the parameter between steps (under torch.no_grad(), on the "
+            "model's own parameter) or compute what is used from it in forward (a parametrization)"
+        )
+        if self.plan is not None:
+            raise RuntimeError(f"{message}; or let the Plan keep it whole (whole=[...])")
+        unit.note_writes()
+        warnings.warn(f"{message}. Under torch's fully_shard it is lost, too", stacklevel=2)
 
     # Backward
 

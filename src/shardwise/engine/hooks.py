@@ -252,6 +252,8 @@ class Node:
         self._leave()
         for unit in self.units:
             unit.needed_on |= self.aside.was_missed
+            if awaits_backward and not recomputes:
+                engine.check_unwritten(unit, self.module)
             ran = engine.schedule.current.of[unit].ran
             ran.add(id(self))
             # An outer module of the unit may still read parameters of its own.
