@@ -322,7 +322,8 @@ class Engine:
         if not unit.written:
             return
         names = [member.name for member in unit.parameters.members]
-        shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        shown = ", ".join(map(repr, names[:3])) + more
         message = (
             f"the forward of {type(module).__name__} wrote in place to a parameter of unit "
             f"{unit.name!r} ({shown}) while it was gathered; that is lost when the unit is "

@@ -490,7 +490,7 @@ class Unit(ScheduledUnit):
 
     @property
     def written(self) -> bool:
-        """As autograd counts it; through `.data` it does not, so the first time this rank's own rows
+        """As autograd counts it. Through `.data` it does not: the first time this rank's own rows
         are compared. Masters that are shown themselves keep what is written to them.
         """
         if self.aliased:
