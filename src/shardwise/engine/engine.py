@@ -315,11 +315,11 @@ class Engine:
         self.schedule.before_forward(unit, recomputes)
         unit.note_writes()
 
-    def check_unwritten(self, unit: Unit, module: nn.Module) -> None:
+    def check_unwritten(self, unit: Unit, module: nn.Module, all_ran: bool) -> None:
         """After a training forward: what it wrote to gathered parameters is lost, as only this
         rank's rows of the masters stay. An error under a Plan, a warning through the drop-in.
         """
-        if not unit.written:
+        if not unit.is_written(all_ran):
             return
         names = [member.name for member in unit.parameters.members]
         more = f" and {len(names) - 3} more" if names[3:] else ""

@@ -252,10 +252,10 @@ class Node:
         self._leave()
         for unit in self.units:
             unit.needed_on |= self.aside.was_missed
-            if awaits_backward and not recomputes:
-                engine.check_unwritten(unit, self.module)
             ran = engine.schedule.current.of[unit].ran
             ran.add(id(self))
+            if awaits_backward and not recomputes:
+                engine.check_unwritten(unit, self.module, len(ran) >= unit.module_count)
             # An outer module of the unit may still read parameters of its own.
             if len(ran) >= unit.module_count and not unit.running:
                 ran.clear()

@@ -83,8 +83,9 @@ class Loop:
         """The loop's own model has summed over all ranks. Where some run nothing, another backward
         of it (of a second loss) is one that they do not expect, as a guest's is.
         """
-        if self.idle:
-            self.guests[_numbers_of[self.engine]] = self.engine
+        number = _numbers_of.get(self.engine)
+        if self.idle and number is not None:
+            self.guests[number] = self.engine
             self.engine.schedule.waits = True
 
     def finish(self) -> None:
@@ -115,7 +116,7 @@ class Loop:
     def fail(self, message: str) -> None:
         """The loop was left early: what its models have summed is dropped."""
         self.leave()
-        for engine in (self.engine, *self.guests.values()):
+        for engine in {self.engine, *self.guests.values()}:
             engine.schedule.waits = engine.idles = False
             engine.interrupt(message)
 

@@ -485,21 +485,22 @@ class Unit(ScheduledUnit):
             self._noted = fingerprint(self.parameters.master)
 
     def note_writes(self) -> None:
-        """From now on `written` tells whether a module writes to the shown parameters."""
+        """From now on `is_written` tells whether a module writes to the shown parameters."""
         self._writes = torch_private.writes_of(self.parameters.shown[0])
 
-    @property
-    def written(self) -> bool:
-        """As autograd counts it. Through `.data` it does not: the first time this rank's own rows
-        are compared. Masters that are shown themselves keep what is written to them.
+    def is_written(self, all_ran: bool) -> bool:
+        """As autograd counts it, so not through `.data`: once, when all modules of the unit have
+        run, this rank's own rows are compared. Masters that are shown themselves keep what is
+        written to them.
         """
         if self.aliased:
             return False
-        gather, looks = self._from_shards, not self._looked
-        self._looked = True
         if torch_private.writes_of(self.parameters.shown[0]) != self._writes:
             return True
-        return looks and type(gather) is UnitGather and not gather.has_bits_of_source
+        if self._looked or self.running or not all_ran:
+            return False
+        self._looked, gather = True, self._from_shards
+        return type(gather) is UnitGather and not gather.has_bits_of_source
 
     def take_writes(self) -> None:
         """Carry what was written to the shown parameters since an evaluation to the masters."""
