@@ -93,6 +93,12 @@ def out_of_bounds(owner: object) -> Iterator[tuple[str, Any, str]]:
             yield name, value, bound.expected
 
 
+def out_of_bound(kind: Any, name: str, value: Any) -> str | None:
+    """What is expected of a field of the dataclass `kind`; None if `value` is inside of it."""
+    bounds = (bound for field, bound in _bounds_of(kind) if field == name and value is not None)
+    return next((bound.expected for bound in bounds if not bound.holds(value)), None)
+
+
 def check_bounds(owner: object, where: str = "", error: type[Exception] = ValueError) -> None:
     """Raise for the first field of a dataclass that is outside of its bound."""
     for name, value, expected in out_of_bounds(owner):

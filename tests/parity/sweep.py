@@ -51,7 +51,8 @@ _WRITTEN_WHILE_SHOWN = (
     "a forward without backward, p.data.mul_, and on",
     "an embedding renormalises its rows in forward (max_norm)",
 )
-OPEN = dict.fromkeys(("shardwise", *PLANS), _WRITTEN_WHILE_SHOWN)
+OPEN = dict.fromkeys(("shardwise", *PLANS), _WRITTEN_WHILE_SHOWN[:1])
+OPEN |= dict.fromkeys(("shardwise", "ddp"), _WRITTEN_WHILE_SHOWN)
 TOUCHES: dict[str, Touch] = {}
 
 

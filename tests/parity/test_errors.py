@@ -323,6 +323,31 @@ def test_parts_of_a_replicated_model_that_are_called_by_themselves(two: Ranks) -
         assert error is not None and "Call the model itself, not its parts" in error
 
 
+def _writing(name: str, how: str) -> None:
+    class Bounded(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                bounded = self.weight.clamp(-0.1, 0.1)
+                if how == "in place":
+                    self.weight.copy_(bounded)
+                else:
+                    self.weight.data.copy_(bounded)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Bounded(8, 4))
+    sw.shard(model, sw.Plan.of(name, mesh=dist.get_world_size()))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["in place", "through data"])
+def test_a_forward_that_writes_to_gathered_parameters(two: Ranks, how: str) -> None:
+    """What it writes would be lost, in silence."""
+    for name in ("zero1", "zero2", "zero3"):
+        _raises(two, _writing, name, how, match="forward of Bounded wrote .* unit .*'1.weight'")
+    two.run(_writing, "ddp", how)  # there it stays
+
+
 def _loops_inside_each_other(name: str) -> None:
     model = _shard(name, 2)
     tokens = token_batch(0, dist.get_rank())

@@ -174,6 +174,49 @@ def _raising(place: str, sync: str) -> None:
     _same(model, alone)
 
 
+def _skipping(name: str, sync: str, at: int, everywhere: bool) -> None:
+    """A micro-batch of three whose forward raises, on one rank or on all, is left out of the step;
+    one process leaves it out too.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    alone, model = twins(Stack)
+    mesh = (2, ranks // 2) if name == "hsdp" else ranks
+    sw.shard(model, sw.Plan.of(name, mesh=mesh, sync=sync, average=True))
+    opts = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, alone)]
+    for step in range(3):
+        mine = [batch(step, 3 * rank + j) for j in range(3)]
+        for i, x in enumerate(sw.microbatches(model, mine)):
+            fails = i == at and (everywhere or rank == 0)
+            handle = model.head.register_forward_hook(_raise) if fails else None
+            try:
+                square_loss(model, x).backward()
+            except KeyError:
+                assert handle is not None
+                handle.remove()
+        for r in range(ranks):
+            for j in range(3):
+                if j != at or not (everywhere or r == 0):
+                    (square_loss(alone, batch(step, 3 * r + j)) / ranks).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    _same(model, alone)
+
+
+@pytest.mark.parametrize("sync", ("each", "scatter_each_reduce_last", "last"))
+@pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3"))
+def test_a_micro_batch_whose_forward_raises_is_left_out(two: Ranks, name: str, sync: str) -> None:
+    for at in range(3):
+        two.run(_skipping, name, sync, at, True)
+        if name == "ddp":
+            two.run(_skipping, name, sync, at, False)
+
+
+def test_replicas_leave_a_micro_batch_out(four: Ranks) -> None:
+    for sync in ("each", "scatter_each_reduce_last", "last"):
+        four.run(_skipping, "hsdp", sync, 1, True)
+
+
 def _raise(*_: Any) -> None:
     raise KeyError("planted")
 

@@ -352,6 +352,21 @@ def test_configs_of_transformers_need_no_weights(kind: str, tmp_path: Path) -> N
         assert made.forward_flops > experts > 0.3 * made.forward_flops
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_experts_of_transformers_need_no_real_run_in_any_dtype(dtype: str, tmp_path: Path) -> None:
+    """torch's meta device knows their grouped products in bfloat16 only."""
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mixtral", **CONFIGS["mixtral"]}))
+    work, flops = Workload(16, 2), []
+    for each in (dtype, "bfloat16"):
+        source = as_source(f"hf:{file}", work)
+        _, made = source.at(Plan.of("zero3", 8, compute_dtype=each), work)
+        assert not source.notes
+        flops.append((made.forward_flops, made.backward_flops))
+    assert flops[0] == flops[1]
+
+
 def test_a_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     """Also numbers that JSON has none for."""
     transformers = pytest.importorskip("transformers")

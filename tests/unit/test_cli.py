@@ -79,6 +79,10 @@ def test_a_help_is_broken_where_it_may_be():
     ("arguments", "message"),
     [
         (["train", "--steps", "none"], "shardwise: run.steps must be a whole number"),
+        (
+            ["train", "--steps", "2", "--set", "run.steps=abc"],
+            "shardwise: run.steps must be a whole number, got a string 'abc'",
+        ),
         (["train", "--set", "run.stpes=1"], "shardwise: unknown key run.stpes: did you mean"),
         (["train", "absent.toml"], "shardwise: cannot read configuration absent.toml"),
         (["report", "absent"], "shardwise: absent holds no run"),

@@ -89,6 +89,38 @@ def test_a_wrong_setting_says_what_is_expected(text, message):
         load(text)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right", "message"),
+    [
+        ("run.steps=abc", "2", r"run\.steps must be a whole number, got a string 'abc'"),
+        ("run.steps=0", "2", r"run\.steps must be at least 1, got 0"),
+        ("run.nproc=2.5", "2", r"run\.nproc must be a whole number, got a number 2\.5"),
+        ("run.save_every=-1", "2", r"run\.save_every must be at least 0, got -1"),
+        ("run.profile=-1", "2", r"run\.profile must be at least 0, got -1"),
+        ("run.out=", "run", r"run\.out must be the path of a directory, got ''"),
+        ("run.micro_batches=two", "2", r"run\.micro_batches must be a whole number"),
+        ("data.sizes=1,x", "1,2", r"micro-batches are '1,x', expected how many"),
+        ("plan.strategy=zer3", "zero3", r"plan\.strategy is 'zer3': did you mean 'zero3'\?"),
+        ("model.size=smal", "small", r"unknown model size 'smal'"),
+    ],
+)
+def test_a_wrong_value_is_told_though_a_later_one_hides_it(tmp_path, wrong, right, message):
+    key, _, value = wrong.partition("=")
+    with pytest.raises(UserError, match=message):
+        load(wrong, f"{key}={right}")
+    section, _, name = key.partition(".")
+    file = tmp_path / "config.toml"
+    quotes = "" if value.lstrip("-").replace(".", "").isdigit() else "'"
+    file.write_text(f"[{section}]\n{name} = {quotes}{value}{quotes}\n")
+    with pytest.raises(UserError, match=message):
+        load(f"{key}={right}", path=str(file))
+
+
+def test_a_hidden_value_need_not_go_with_the_others():
+    config = load("run.steps=5", "run.profile=9", "run.steps=20", "plan.mesh=x", "plan.mesh=2x2")
+    assert (config.run.steps, config.run.profile) == (20, 9)
+
+
 def test_a_section_must_be_a_table(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("run = 3\n")

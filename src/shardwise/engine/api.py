@@ -16,6 +16,7 @@ from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Node
 from shardwise.engine.local_step import watch_optimizers
 from shardwise.engine.mesh import Mesh, mesh_of
+from shardwise.engine.micro_batches import introduce
 from shardwise.engine.parameter_runs import ELEMENTWISE
 from shardwise.engine.state import copy_module, repeat_unit
 from shardwise.engine.unit import Unit
@@ -75,6 +76,7 @@ def _start(model: nn.Module, plan: Plan, units: list[Unit], mesh: Mesh) -> None:
     executor = TensorExecutor(mesh.device, arena)
     engine = Engine(model, units, mesh, plan.policy, executor)
     engine.plan = plan
+    introduce(engine)
     nodes = _hang(model, plan, engine)
     bind(model, engine)
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardwise.engine import checks, marks, static, torch_private
+from shardwise.engine import checks, marks, micro_batches, static, torch_private
 from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.gradients import GradientsPast
@@ -97,9 +97,11 @@ class Engine:
         self.hold: Hold | None = None  # of the forward that runs
         self._held: weakref.WeakSet[Hold] = weakref.WeakSet()  # of forwards whose graph is there
         self.ran_backward = False  # inside of the forward that runs
+        self.idles = False  # some replicas run nothing in this step
         self.failed = False  # a forward of this step ended in an exception
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
-        self.loop: object | None = None  # over `microbatches`, the one that runs
+        self.skips = False  # it left what earlier passes of the step had summed
+        self.loop: micro_batches.Loop | None = None  # over `microbatches`, the one that runs
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
         self._past = GradientsPast()
@@ -130,7 +132,7 @@ class Engine:
         """A micro-batch loop was left early: drop what its step has summed. Whoever then wants to
         use it gets `message`, unless an exception of the model's own told already.
         """
-        if not (self.failed or self.schedule.current.in_backward):
+        if not self.is_in_pass:
             self.interrupted = message
         self.reset()
         self._drop_gradients()
@@ -160,22 +162,37 @@ class Engine:
         if message is not None:
             warnings.warn(message, stacklevel=3)
 
-    def compare_counts(self, count: int) -> bool:
+    @property
+    def title(self) -> str:
+        """The model's, for messages."""
+        return type(self.structure.model()).__name__
+
+    @property
+    def is_in_pass(self) -> bool:
+        """A forward or backward has begun, and did not end well."""
+        return self.failed or self.schedule.current.in_backward
+
+    def compare_counts(self, count: int) -> dict[int, int]:
         """Before a step's micro-batches: ranks compare how many each runs, and the order of their
-        last forward. True if some replica runs none.
+        last forward. Gives the numbers of the ranks in this one's groups.
         """
+        shard, replicate = self.mesh.shard, self.mesh.replicate
         # Compared when it was rehearsed, and whoever records asks nobody.
         if torch_private.is_recording(static.fixed):
-            return False
+            return {}
         order, agreement = self.schedule.forward_order.names, self.agreement
-        inside = self.mesh.shard.tell((count, digest(order)))
+        inside = shard.tell((count, digest(order)))
         if len({of_order for _, of_order in inside}) > 1:
             agreement.check_orders(order)
-        per_replica = self.mesh.replicate.tell([count for count, _ in inside])
+        per_replica = replicate.tell([count for count, _ in inside])
         if len(set(chain.from_iterable(per_replica))) > 1:
             agreement.check_counts(per_replica)
         self._compare_values()
-        return any(0 in counts for counts in per_replica)
+        of_row = dict.fromkeys(shard.members if shard.size > 1 else (), count)
+        if replicate.size > 1:
+            totals = (counts[0] for counts in per_replica)
+            of_row.update(zip(replicate.members, totals, strict=True))
+        return of_row
 
     def _compare_values(self) -> None:
         if not self.agreement.compared_values:
@@ -191,9 +208,12 @@ class Engine:
         if static.on is not None:
             static.on.meet_engine(self)
         self.forget_interrupted()
-        self.failed = False
+        self.failed = self.skips = False
+        uneven = micro_batches.loop_here()
+        if uneven is not None:
+            uneven.welcome(self)
         if self.schedule.current.in_backward:
-            self._abandon_backward()
+            self._abandon_step()
         # Ranks gather together, so they do alike whatever is left of a graph on each.
         kept = self.schedule.keeps_graph
         if kept and not any(chain.from_iterable(self.mesh.shard.tell([bool(len(self._held))]))):
@@ -229,16 +249,20 @@ class Engine:
         others = [unit for unit in self.units if unit not in early]
         if any([unit.adopt_changes() or not unit.prepared for unit in others]):
             self._prepare()
-        self._compare_values()
+        if not self.schedule.waits:  # else at the loop's end
+            self._compare_values()
+        self._adopt_requires_grad()
+        self._renew(others)
+
+    def _adopt_requires_grad(self) -> None:
+        """Parameters may be frozen or unfrozen since the last pass."""
         # What waits for more is laid out for those that were trained until now.
         waiting = [unit for unit in self.units if unit.sums.wait_for_more and unit.trains_others]
         if waiting:
             self.schedule.complete(waiting)
             self._hang_sums()
-        # Parameters may be frozen or unfrozen since the last pass.
         if any([unit.adopt_requires_grad() for unit in self.units]):
             self._lay_out_gradients()
-        self._renew(others)
 
     def _renew(self, units: Sequence[Unit]) -> None:
         """What is gathered of the last step may be stale; cleared gradients are let go."""
@@ -289,6 +313,27 @@ class Engine:
         if self.agreement.first_pass and not recomputes:
             self.agreement.check_unit(unit.name, len(self.schedule.forward_order.current))
         self.schedule.before_forward(unit, recomputes)
+        unit.note_writes()
+
+    def check_unwritten(self, unit: Unit, module: nn.Module, all_ran: bool) -> None:
+        """After a training forward: what it wrote to gathered parameters is lost, as only this
+        rank's rows of the masters stay. An error under a Plan, a warning through the drop-in.
+        """
+        if not unit.is_written(all_ran):
+            return
+        names = [member.name for member in unit.parameters.members]
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        shown = ", ".join(map(repr, names[:3])) + more
+        message = (
+            f"the forward of {type(module).__name__} wrote in place to a parameter of unit "
+            f"{unit.name!r} ({shown}) while it was gathered; that is lost when the unit is "
+            "gathered anew. Constrain the parameter between steps (under torch.no_grad(), on the "
+            "model's own parameter) or compute what is used from it in forward (a parametrization)"
+        )
+        if self.plan is not None:
+            raise RuntimeError(f"{message}; or let the Plan keep it whole (whole=[...])")
+        unit.note_writes()
+        warnings.warn(f"{message}. Under torch's fully_shard it is lost, too", stacklevel=2)
 
     # Backward
 
@@ -371,7 +416,9 @@ class Engine:
         if watched.on is not None:
             watched.on.page.end_step()
         schedule = self.schedule
-        if self.agreement.first or self.policy.needs_equal_use:
+        # A rank that ran nothing knows less than the others.
+        learns = self.agreement.first and not self.idles
+        if learns or self.policy.needs_equal_use:
             ready = [unit.name for unit in schedule.current.ready]
             trained = [unit.gradients for unit in self.units if unit.gradients is not None]
             # Parameters of which this rank produced no gradient in this step.
@@ -380,6 +427,8 @@ class Engine:
             if order is not None:
                 schedule.reduce_in(order)
         self._hang_sums()
+        if self.loop is not None:
+            self.loop.stay()
 
     def _hang_sums(self) -> None:
         try:
@@ -402,24 +451,65 @@ class Engine:
             assert unit.gradients is not None
             unit.gradients.clear()
 
+    def begin_idle(self) -> None:
+        """A step of which some replicas run nothing. They do not see what is frozen and thawed
+        inside, so all reduce in the order that needs no pass to be known, and learn one later.
+        """
+        self.agreement.first = self.idles = True
+        self.schedule.forget_reduce_order()
+
     def run_nothing(self) -> None:
         """A step without micro-batches on this rank's shard group."""
+        self._adopt_requires_grad()
         self.schedule.run_nothing()
         self.end_step(ran=False)
+
+    @property
+    def waits_for_more(self) -> bool:
+        """Backwards of this step have left sums that are not those of all ranks."""
+        return any(unit.sums.wait_for_more for unit in self.units)
+
+    def meet(self, some: bool, idle: bool) -> None:
+        """At the end of a loop in which this model was a guest, on all ranks: sum what it has left
+        on some of them.
+        """
+        self._compare_values()
+        if idle:
+            self.begin_idle()
+        if some and self.waits_for_more:
+            self.reduce_accumulated()
+        elif some:
+            self.run_nothing()
+        self.idles = False
 
     def reduce_accumulated(self) -> None:
         """Reduce what backwards without sync have added up."""
         self.schedule.current.ready = list(self.schedule.reduce_order)
         self.end_backward()
 
+    def fail_forward(self) -> None:
+        """A forward raised: forget its pass. What earlier passes of the step have summed stays."""
+        if self.schedule.current.in_backward or self.executor.arena is not None:
+            self.reset()
+            return
+        self.failed = self.skips = True
+        self.forward_root = self.hold = None
+        self._abandon_pass()
+
     def reset(self) -> None:
         """Forget the pass that an exception ended, with all that its step had summed."""
-        self.failed = self.forward_root is not None
+        self.failed, self.skips = self.forward_root is not None, False
         self.forward_root = self.hold = None
-        self._abandon_backward()
+        self._abandon_step()
 
-    def _abandon_backward(self) -> None:
-        """The last backward ended in an exception that the caller caught: forget its sums."""
+    def _abandon_step(self) -> None:
+        """The last backward may have ended in an exception that the caller caught: forget it, and
+        the sums, of which it has made a part.
+        """
+        self.schedule.forget_sums()
+        self._abandon_pass()
+
+    def _abandon_pass(self) -> None:
         for unit in self.units:
             for shown in unit.parameters.shown:
                 shown.grad = None
@@ -491,50 +581,10 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
 
     First the ranks compare how many they run: ranks of one shard group must agree, replicas may
     differ (also zero) unless sync is 'each'. A rank without micro-batches joins the others with
-    zeros. Leaving the loop early drops the step's gradients, and clipping or stepping with them is
-    an error; after an exception in a forward or backward they are dropped without one.
+    zeros. So it does for other models that run inside the loop where ranks run different numbers:
+    their gradients are summed at the loop's end. Leaving the loop early drops the step's gradients,
+    and clipping or stepping with them is an error; after an exception in a forward or backward they
+    are dropped without one. A micro-batch whose forward raised, and where the program caught that,
+    adds nothing.
     """
-    engine = engine_of(model)
-    engine.forget_interrupted()
-    if engine.loop is not None:  # left by an exception that somebody keeps, and the loop with it
-        engine.loop = engine.schedule.micro = None
-        engine.interrupt("")
-        engine.interrupted = None
-    items = list(batches)
-    total = len(items)
-    # Nothing can be added to the messages of a graph by who runs none: all go by the hooks.
-    stand_in = engine.stand_in if engine.compare_counts(total) else None
-    if total == 0:
-        engine.run_nothing()
-        return
-    ran = 0
-    loop = engine.loop = object()
-    if stand_in is not None:
-        stand_in.unhang()
-    try:
-        for i, item in enumerate(items):
-            engine.schedule.micro = (i, total)
-            before = engine.backwards
-            yield item
-            if engine.loop is not loop:
-                raise RuntimeError(
-                    f"another loop over sw.microbatches of this model began in micro-batch {i + 1} "
-                    f"of {total}; its gradients are another step's. End one loop before the next"
-                )
-            if engine.backwards == before:
-                raise RuntimeError(
-                    f"micro-batch {i + 1} of {total} ran no backward; every micro-batch needs one "
-                    "(a loss of zero is fine), or its peers wait for this rank's gradients"
-                )
-            ran += 1
-    finally:
-        if stand_in is not None:
-            stand_in.hang()
-        if mine := engine.loop is loop:
-            engine.loop = engine.schedule.micro = None
-        if mine and ran < total:
-            engine.interrupt(
-                f"{ran} of {total} micro-batches ran; gradients are not reduced, and were dropped. "
-                "The loop over sw.microbatches was left early (break, return or an exception); run "
-                "every micro-batch, or begin the step again"
-            )
+    yield from micro_batches.run(engine_of(model), batches)

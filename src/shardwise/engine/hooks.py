@@ -254,6 +254,8 @@ class Node:
             unit.needed_on |= self.aside.was_missed
             ran = engine.schedule.current.of[unit].ran
             ran.add(id(self))
+            if awaits_backward and not recomputes:
+                engine.check_unwritten(unit, self.module, len(ran) >= unit.module_count)
             # An outer module of the unit may still read parameters of its own.
             if len(ran) >= unit.module_count and not unit.running:
                 ran.clear()
@@ -289,7 +291,7 @@ class Node:
         # While a graph is recorded no event may be waited for; who records it puts all back.
         ends = engine is not None and engine.forward_root is self and not recomputes
         if engine is not None and ends and not torch_private.is_recording(static.fixed):
-            engine.reset()
+            engine.fail_forward()
         explain(
             error,
             "Read parameters inside the forward of the module that was sharded with them, or "

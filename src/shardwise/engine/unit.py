@@ -107,6 +107,13 @@ class UnitGather:
         return not self.scattered and all(torch.equal(self.own[i], sent[i]) for i in here)
 
     @property
+    def has_bits_of_source(self) -> bool:
+        """The same, where what is not a number counts as equal to itself."""
+        here, sent = self._here, self._pieces_as_gathered()
+        pairs = [(self.own[i].view(torch.uint8), sent[i].view(torch.uint8)) for i in here]
+        return self.scattered or all(torch.equal(own, piece) for own, piece in pairs)
+
+    @property
     def _here(self) -> list[int]:
         """Parameters of which this rank has rows."""
         return [i for i, holders in enumerate(self._holders) if self.group.rank < holders]
@@ -281,6 +288,8 @@ class Unit(ScheduledUnit):
         self.attached_version = -1  # and when gradients were last hung on
         self.arriving: tuple[Handle, Unpack] = DONE, None  # the gather under way
         self._noted: torch.Tensor | None = None
+        self._looked = False  # whether a first training forward wrote to the shown parameters
+        self._writes = 0  # to the shown parameters, before the forward that runs
         self.trainable: tuple[bool, ...] = ()
         self.touched = False  # shown since nothing waited for a backward: autograd may have views
 
@@ -474,6 +483,24 @@ class Unit(ScheduledUnit):
             self.hide()
         elif self.is_shown and isinstance(self._from_shards, UnitGather):
             self._noted = fingerprint(self.parameters.master)
+
+    def note_writes(self) -> None:
+        """From now on `is_written` tells whether a module writes to the shown parameters."""
+        self._writes = torch_private.writes_of(self.parameters.shown[0])
+
+    def is_written(self, all_ran: bool) -> bool:
+        """As autograd counts it, so not through `.data`: once, when all modules of the unit have
+        run, this rank's own rows are compared. Masters that are shown themselves keep what is
+        written to them.
+        """
+        if self.aliased:
+            return False
+        if torch_private.writes_of(self.parameters.shown[0]) != self._writes:
+            return True
+        if self._looked or self.running or not all_ran:
+            return False
+        self._looked, gather = True, self._from_shards
+        return type(gather) is UnitGather and not gather.has_bits_of_source
 
     def take_writes(self) -> None:
         """Carry what was written to the shown parameters since an evaluation to the masters."""

@@ -155,6 +155,7 @@ class TracedModel:
         self._units: dict[tuple[Any, ...], tuple[UnitSpec, ...]] = {}  # by how the model is cut
         self._apart: dict[tuple[Any, ...], Plan] = {}  # by how a model is cut
         self._traces: dict[tuple[Any, ...], ModelTrace] = {}
+        self._as_traced: dict[tuple[Any, ...], ModelDescription] = {}
         self._described: dict[tuple[Any, ...], ModelDescription] = {}
 
     @property
@@ -200,7 +201,10 @@ class TracedModel:
             by = self._by_blocks  # buckets do not tell which blocks run again
         key = (traced, by.units, workload.micro_batch, workload.checkpoint)
         if key not in self._described:
-            made = describe_trace(self._traces[traced], by, self.name)
+            if (traced, by.units) not in self._as_traced:
+                made = describe_trace(self._traces[traced], by, self.name)
+                self._as_traced[traced, by.units] = made
+            made = self._as_traced[traced, by.units]
             made = scaled(made, workload.micro_batch / base.micro_batch)
             if workload.checkpoint != base.checkpoint:
                 made = checkpointed(made, workload.checkpoint)

@@ -94,14 +94,19 @@ class Schedule(Generic[U]):
         self.current: Pass[U] = Pass(self.units)
         self.last_backward = True  # False: a later one of this step waits for the sums
         self.micro: tuple[int, int] | None = None  # (index, total) inside `microbatches`
+        self.waits = False  # inside another model's: the sums over replicas wait for its end
         # A backward made a graph of itself (a gradient penalty): the next one, which goes through
         # it, needs at once what this one had gathered, and nobody tells which unit.
         self.keeps_graph = False
 
     def set_gradients(self) -> None:
         """Other parameters are trained than before."""
-        self.reduce_order = [unit for unit in reversed(self.units) if unit.gradient_count]
+        self.forget_reduce_order()
         self.current = Pass(self.units)
+
+    def forget_reduce_order(self) -> None:
+        """Reduce in the order of the model, its end first."""
+        self.reduce_order = [unit for unit in reversed(self.units) if unit.gradient_count]
 
     def reduce_in(self, names: Sequence[str]) -> None:
         """Reduce in this order from now on, and what it does not name at the end."""
@@ -223,8 +228,8 @@ class Schedule(Generic[U]):
     @property
     def sync_now(self) -> tuple[bool, bool]:
         """Whether a Plan scatters, and all-reduces, the gradients of the pass that runs now."""
-        sync, last = self.policy.sync, self.last_micro
-        return last or sync != "last", last or sync == "each"
+        sync, last = self.policy.sync, self.last_micro and not self.waits
+        return last or sync != "last", last or (sync == "each" and not self.waits)
 
     def has_gradients(self, unit: U) -> bool:
         """Some of the gradients that this backward owes have arrived and are not reduced."""
@@ -300,9 +305,13 @@ class Schedule(Generic[U]):
             self.reduces.contribute_zero(unit)
         self.reduces.finish()
 
-    def abandon(self) -> None:
-        """An exception ended a pass: forget what its step has summed."""
+    def forget_sums(self) -> None:
+        """Of all passes of the step."""
         self.reduces.finish()
         for unit in self.units:
             unit.sums = StepSums()
+
+    def abandon(self) -> None:
+        """An exception ended a pass."""
+        self.reduces.finish()
         self.close_backward()

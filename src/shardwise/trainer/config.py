@@ -3,9 +3,9 @@
 import dataclasses
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NoReturn, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_origin, get_type_hints
 
 from shardwise.checked import (
     ABOVE_0,
@@ -13,6 +13,8 @@ from shardwise.checked import (
     OneOrMore,
     Reader,
     at_least,
+    keys_of,
+    out_of_bound,
     out_of_bounds,
     parse_toml,
     read_text,
@@ -28,6 +30,7 @@ from shardwise.description.workload import (
     parse_micro_batches,
 )
 from shardwise.errors import UserError, nearest
+from shardwise.planning.strategies import NAMES
 
 ZeroOrMore = Annotated[int, at_least(0)]
 Share = Annotated[float, Bound("at least 0 and below 1", lambda n: 0 <= n < 1)]
@@ -153,7 +156,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one")
     backend: str = key("", "of torch.distributed; empty: gloo on cpu, nccl on cuda")
     log_every: OneOrMore = key(1, "steps between two rows of metrics.jsonl")
-    profile: int = key(0, "steps to profile, after some to warm up; 0: none")
+    profile: ZeroOrMore = key(0, "steps to profile, after some to warm up; 0: none")
     save_every: ZeroOrMore = key(0, "steps between two checkpoints; 0: one on SIGTERM only")
     keep: ZeroOrMore = key(2, "newest checkpoints to keep; 0: all")
     asynchronous_save: bool = key(False, "write checkpoints while training goes on")
@@ -169,10 +172,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check("run", self)
-        if not 0 <= self.profile < self.steps:
+        if self.profile >= self.steps:
             raise UserError(
-                f"run.profile must be at least 0 and below run.steps ({self.steps}), as one step "
-                f"warms up, got {self.profile!r}"
+                f"run.profile must be below run.steps ({self.steps}), as one step warms up, got "
+                f"{self.profile!r}"
             )
 
 
@@ -294,7 +297,9 @@ class _ConfigReader(Reader):
 
 
 def load_config(path: str | None, assignments: Iterable[tuple[str, str]]) -> TrainConfig:
-    """Read the TOML file, if any, then apply the assignments ("a.b", "value") in their order."""
+    """Read the TOML file, if any, then apply the assignments ("a.b", "value") in their order. A
+    value that a later one hides is checked too.
+    """
     values: dict[str, Any] = {}
     if path is not None:
         values = parse_toml(read_text(path, "configuration"), f"configuration {path}")
@@ -304,8 +309,37 @@ def load_config(path: str | None, assignments: Iterable[tuple[str, str]]) -> Tra
             raise UserError(f"--set {name}={text}: expected SECTION.KEY=VALUE, as run.steps=100")
         table = values.setdefault(section, {})
         _ConfigReader().check_table(table, None, section)
+        if key_name in table:
+            _check_hidden(section, key_name, table[key_name])
         table[key_name] = Text(text)
     return TrainConfig.from_dict(values)
+
+
+def _check_hidden(section: str, name: str, value: Any) -> None:
+    """Error for a value that no run could have, though another one takes its place."""
+    kind: Any = get_type_hints(TrainConfig).get(section)
+    if kind is None or name not in keys_of(kind):
+        return  # unknown, or a setting that a Plan checks
+    path = f"{section}.{name}"
+    read = _ConfigReader().convert(value, get_type_hints(kind)[name], path)
+    expected = out_of_bound(kind, name, read)
+    if expected is not None:
+        raise UserError(f"{path} must be {expected}, got {read!r}")
+    if path in _READERS and read:
+        _READERS[path](read)
+
+
+def _check_strategy(name: str) -> None:
+    if not (name in (*NAMES, "auto") or name.endswith(".json")):
+        raise UserError(f"plan.strategy is {name!r}{nearest(name, (*NAMES, 'auto'))}")
+
+
+_READERS: dict[str, Callable[[str], object]] = {
+    "model.size": size_named,
+    "model.checkpoint": Recomputing.parse,
+    "data.sizes": parse_micro_batches,
+    "plan.strategy": _check_strategy,
+}
 
 
 def describe_keys() -> str:

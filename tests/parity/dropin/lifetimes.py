@@ -237,6 +237,37 @@ def trains_on_after_an_exception(api: Api, place: str) -> None:
     assert_same_parameters(model, alone)
 
 
+@case(2, at=(0, 1, 2))
+def a_forward_that_raises_leaves_what_others_have_accumulated(api: Api, at: int) -> None:
+    """Micro-batches without sync, but for the last; the one that raises is left out."""
+    alone, model = twins(Stack)
+    wrap(api, model, mesh=line())
+    opts = optimizers_of("adamw", model, alone)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        for i in range(4):
+            model.set_requires_gradient_sync(i == 3)
+            if i == at:
+                handle = model.layers[1].register_forward_hook(_raise)
+                _expect(lambda i=i, step=step: model(batch(step, i)))
+                handle.remove()
+                if api.engine == "torch":
+                    _forget_forward(model)
+                continue
+            square_loss(model, batch(step, 4 * rank + i)).backward()
+            for r in range(ranks):
+                (square_loss(alone, batch(step, 4 * r + i)) / ranks).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    assert_same_parameters(model, alone)
+
+
+def _forget_forward(model: Any) -> None:
+    """What a forward that raised leaves in torch's engine."""
+    model.reshard()
+
+
 @case(2)
 def the_first_step_is_like_any_other(api: Api) -> None:
     """As many collectives on the user's groups; checks among ranks go elsewhere."""

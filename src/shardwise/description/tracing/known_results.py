@@ -15,7 +15,11 @@ from torch import Tensor
 
 from shardwise.description.model import KernelFact
 from shardwise.description.tracing.op_costs import cost_of
-from shardwise.description.tracing.torch_private import pytree, schema_of
+from shardwise.description.tracing.torch_private import (
+    grouped_products,
+    pytree,
+    schema_of,
+)
 
 _Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -34,7 +38,7 @@ class KnownResults:
         if key is not None and key in self._known:
             make, kernel = self._known[key]
             return make(), kernel
-        out = op(*args, **kwargs)
+        out = _run(op, args, kwargs)
         kernel = cost_of(op, args, kwargs, out)
         if key is not None:
             make_again = _maker(out)
@@ -55,6 +59,27 @@ class KnownResults:
         except TypeError:
             return None
         return key
+
+
+def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator itself, but for grouped products in another dtype than bfloat16: the meta device
+    refuses them, and devices with values do not.
+    """
+    if op in grouped_products and len(args) > 1:
+        a, b = args[:2]
+        if a.is_meta and a.dtype == b.dtype != torch.bfloat16:
+            return _group(a, b, args[2] if len(args) > 2 else kwargs.get("offs"))
+    return op(*args, **kwargs)
+
+
+def _group(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+    """What a grouped product of two tensors gives; `ends` are those of the groups of rows."""
+    if a.dim() == b.dim() == 2:
+        assert ends is not None
+        return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+    if a.dim() == b.dim():
+        return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return a.new_empty(a.shape[-2], b.shape[-1])
 
 
 def _freeze(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.description.model import (
+    KernelFact,
     ModelDescription,
     PassFacts,
     UnitDescription,
@@ -175,7 +176,7 @@ def _finish(
 
 def _make_pass(trace: ModelTrace, computed: list[int], allocated: list[int]) -> PassFacts:
     """The kernels of the events `computed`, the activation bytes of the events `allocated`."""
-    kernels = Counter(k for i in computed if (k := trace.events[i].kernel) is not None)
+    kernels = _count(trace, computed)
     live = peak = 0
     for event in (trace.events[i] for i in allocated):
         if event.storage in trace.inputs or event.storage in trace.gradients:
@@ -192,10 +193,22 @@ def _make_pass(trace: ModelTrace, computed: list[int], allocated: list[int]) -> 
     return PassFacts(counted, peak, live, *with_gradients)
 
 
+def _count(trace: ModelTrace, computed: list[int]) -> dict[KernelFact, int]:
+    """How often each kernel runs. Most are one object, which is compared quicker than its facts."""
+    found = [k for i in computed if (k := trace.events[i].kernel) is not None]
+    by_object = {id(kernel): kernel for kernel in found}
+    kernels: Counter[KernelFact] = Counter()
+    for each, count in Counter(map(id, found)).items():
+        kernels[by_object[each]] += count
+    return kernels
+
+
 def _with_gradients(trace: ModelTrace, allocated: list[int]) -> tuple[int, int, int]:
     """The most bytes of activations and gradients: where these stay; until the first has come; from
     then on, without those that have come.
     """
+    if not any(trace.events[i].what == "gradient" for i in allocated):
+        return 0, 0, 0
     live = passed = keeping = before = passing = 0
     sizes: dict[int, int] = {}  # of gradients on their way
     came = False
@@ -217,4 +230,4 @@ def _with_gradients(trace: ModelTrace, allocated: list[int]) -> tuple[int, int, 
                 before = max(before, live)
         elif event.what == "free" and event.storage not in trace.gradients:
             live -= event.nbytes
-    return (keeping, max(1, before), passing) if came else (0, 0, 0)
+    return keeping, max(1, before), passing

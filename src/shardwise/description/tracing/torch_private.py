@@ -99,6 +99,9 @@ def _operators(*names: str) -> frozenset[Any]:
 product_operators = _operators(
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"
 )
+# The products of groups of rows, which experts are. Without it experts in float32 could not be
+# traced on the meta device, for torch's rule there knows bfloat16 only.
+grouped_products = _operators("_grouped_mm")
 attention_operators = _operators(
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
