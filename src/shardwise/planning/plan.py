@@ -58,9 +58,9 @@ def sums_in(travels: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 # Bytes of one message where the strategy does not pay for size with memory: 32 MiB is the larger of
 # the two communication sizes that grouped FSDP was reported with.
 # A small model still needs units that overlap each other: so many. Data parallel has none below
-# 6 MiB, where messages over gloo cost more than they hide (docs/log.md).
+# 3 MiB, where messages over gloo cost more than they hide (docs/log.md).
 LEAST_UNITS = 4
-LEAST_BUCKET_BYTES = {"ddp": 6 * MIB}
+LEAST_BUCKET_BYTES = {"ddp": 3 * MIB}
 DEFAULT_BUCKET_BYTES = {"ddp": BUCKET_BYTES, "zero1": 32 * MIB, "zero2": 32 * MIB, "zero3": None}
 
 
