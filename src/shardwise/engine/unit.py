@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.engine import torch_private
 from shardwise.engine.arena import COMPUTE, GATHERS, KEPT, SCATTERS, Loan, place
-from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack, allocate, let_go
+from shardwise.engine.buffers import allocate, let_go
+from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack
 from shardwise.engine.executor import TensorExecutor, lent
 from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
