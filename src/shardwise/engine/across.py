@@ -28,6 +28,8 @@ from shardwise.engine import torch_private
 from shardwise.engine.near import MOST_RANKS, Near, meet
 from shardwise.engine.words import Control, PerWorld
 
+_PATIENCE_S = 2.0
+
 if TYPE_CHECKING:
     Jobs = SimpleQueue["Sum | None"]  # None: no more
 
@@ -68,19 +70,28 @@ class Across:
     def __init__(self, adds: Near, shares: Near, between: dist.ProcessGroup) -> None:
         self._issued: Jobs = SimpleQueue()
         added: Jobs = SimpleQueue()
-        for name, work in (
-            ("adds", (_add_all, self._issued, added, adds, between)),
-            ("shares", (_share_all, added, shares)),
-        ):
-            function, *arguments = work
-            Thread(target=function, args=arguments, name=f"shardwise {name}", daemon=True).start()
-        weakref.finalize(self, self._issued.put, None)
+        threads = [
+            Thread(target=_add_all, args=(self._issued, added, adds, between), daemon=True),
+            Thread(target=_share_all, args=(added, shares), daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _end, self._issued, threads)  # or at the process's end
 
     def all_reduce(self, tensor: torch.Tensor) -> Sum:
         """The sum over ranks, in place: the same on each."""
         issued = Sum(tensor)
         self._issued.put(issued)
         return issued
+
+
+def _end(issued: Jobs, threads: list[Thread]) -> None:
+    """Let the threads end while the interpreter is whole: one of them may be the last to hold a
+    group of gloo's. One that waits for a rank that has gone is left to the process's end.
+    """
+    issued.put(None)
+    for thread in threads:
+        thread.join(_PATIENCE_S)
 
 
 def _add_all(issued: Jobs, added: Jobs, near: Near, between: dist.ProcessGroup) -> None:
