@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from shardwise.engine.api import exposed_seconds, local
     from shardwise.engine.capture import capture
     from shardwise.engine.clip import clip_grad_norm
-    from shardwise.engine.collectives import record
     from shardwise.engine.engine import microbatches
     from shardwise.engine.grouped_step import sharded_step
+    from shardwise.engine.records import record
     from shardwise.engine.sharded_optimizer import ShardedOptimizer
     from shardwise.engine.state import broadcast, full_state_dict, materialize
     from shardwise.fsdp2 import (
@@ -67,7 +67,7 @@ _HOMES = {
     "plan": "calibration.search",
     "profile": "profiling.collect",
     "recompute": "predict.describe",
-    "record": "engine.collectives",
+    "record": "engine.records",
     "register_fsdp_forward_method": "fsdp2",
     "replace_torch_fully_shard": "fsdp2",
     "report": "reporting.report",

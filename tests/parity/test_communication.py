@@ -12,7 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine import collectives
-from shardwise.engine.collectives import Group, Record
+from shardwise.engine.collectives import Group
+from shardwise.engine.records import Record
 from shardwise.planning.memory import count_sent
 from shardwise.profiling.footprint import peak_on_cpu
 from tests.ranks import Ranks

@@ -78,8 +78,10 @@ def compare_values(dtype: torch.dtype, part: int) -> bool:
         in_place = torch.empty_like(whole)
         mine = in_place.view(group.size, -1)[group.rank].copy_(own)
         scattered = torch.empty_like(own)
-        several = [torch.empty_like(whole), whole.new_empty(3 * group.size)]
-        parts = [several[0].view(group.size, -1)[group.rank].copy_(own), draw(3, dtype)]
+        sizes = (min(part, 1000), 3)
+        several = [whole.new_empty(size * group.size) for size in sizes]
+        parts = [draw(size, dtype) for size in sizes]
+        parts[0] = several[0].view(group.size, -1)[group.rank].copy_(parts[0])
         handles = [
             group.all_gather(gathered, own),
             group.reduce_scatter(scattered, whole),

@@ -77,7 +77,7 @@ def is_self(node: ast.AST) -> bool:
 def names_of(kind: type) -> frozenset[str]:
     """What a class has, and what its methods set on its instances."""
     found = set(dir(kind))
-    for method in (m for base in kind.__mro__ for m in vars(base).values()):
+    for method in (getattr(m, "__func__", m) for base in kind.__mro__ for m in vars(base).values()):
         if isinstance(method, FunctionType):
             found |= {i.argval for i in dis.get_instructions(method) if i.opname == "STORE_ATTR"}
     return frozenset(found)

@@ -138,18 +138,25 @@ def write_part(
     def buffers() -> Iterator[bytes | memoryview]:
         yield header
         # Not an executor of concurrent.futures: it takes no more work once the program has come to
-        # its end, where an asynchronous save may be under way.
-        with ThreadPool(THREADS) as pool:
+        # its end, where an asynchronous save may be under way. From Python 3.12 on no thread can be
+        # started there either: then this one does it all.
+        try:
+            pool = ThreadPool(THREADS)
+        except RuntimeError:
+            for batch in _batches(sources):
+                yield from take(_prepare(batch))
+            return
+        with pool:
             waiting: deque[AsyncResult[Batch]] = deque()
             for batch in _batches(sources):
                 waiting.append(pool.apply_async(_prepare, (batch,)))
                 if len(waiting) > AHEAD:
-                    yield from take(waiting.popleft())
+                    yield from take(waiting.popleft().get())
             while waiting:
-                yield from take(waiting.popleft())
+                yield from take(waiting.popleft().get())
 
-    def take(batch: AsyncResult[Batch]) -> Iterator[bytes | memoryview]:
-        ready, crcs, is_finite = batch.get()
+    def take(batch: Batch) -> Iterator[bytes | memoryview]:
+        ready, crcs, is_finite = batch
         sums.extend(crcs)
         finite.append(is_finite)
         for buffer in ready:

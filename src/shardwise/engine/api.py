@@ -16,9 +16,9 @@ from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.hooks import Node
 from shardwise.engine.local_step import watch_optimizers
 from shardwise.engine.mesh import Mesh, mesh_of
-from shardwise.engine.micro_batches import introduce
 from shardwise.engine.parameter_runs import ELEMENTWISE
 from shardwise.engine.state import copy_module, repeat_unit
+from shardwise.engine.uneven import introduce
 from shardwise.engine.unit import Unit
 from shardwise.planning.plan import Plan, find_dtype
 

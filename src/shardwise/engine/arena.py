@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.engine import torch_private
-from shardwise.engine.buffers import Buffer
+from shardwise.engine.collectives import Buffer
 from shardwise.schedule.arena import Key, Layout, Lives, lay_out
 
 if TYPE_CHECKING:

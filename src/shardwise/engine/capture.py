@@ -22,12 +22,13 @@ import numpy
 import torch
 
 from shardwise.engine import marks, static, torch_private
-from shardwise.engine.collectives import digest, open_records
+from shardwise.engine.collectives import digest
 from shardwise.engine.engine import Engine
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.engine.hooks import tensors_in, transform
 from shardwise.engine.rates import Rates
 from shardwise.engine.recorder import Recorder, Span, Uncapturable, warm_up
+from shardwise.engine.records import open_records
 from shardwise.engine.step_state import Before, Left, Look, Watched, difference, host_state
 from shardwise.watch import rank as watched_rank
 from shardwise.watch.page import FORWARD

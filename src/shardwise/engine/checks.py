@@ -410,3 +410,22 @@ def _name_of(value: Any) -> str | None:
     keeper = keeper_of(value) if isinstance(value, DTensor) else None
     pairs = zip(keeper.members, keeper.visible, strict=True) if keeper is not None else ()
     return next((member.name for member, visible in pairs if visible is value), None)
+
+
+def tell_written(unit: Unit, module: nn.Module, is_error: bool) -> None:
+    """A training forward wrote to gathered parameters, which is lost: only this rank's rows of the
+    masters stay. An error under a Plan, a warning through the drop-in.
+    """
+    names = [member.name for member in unit.parameters.members]
+    more = f" and {len(names) - 3} more" if names[3:] else ""
+    shown = ", ".join(map(repr, names[:3])) + more
+    message = (
+        f"the forward of {type(module).__name__} wrote in place to a parameter of unit "
+        f"{unit.name!r} ({shown}) while it was gathered; that is lost when the unit is "
+        "gathered anew. Constrain the parameter between steps (under torch.no_grad(), on the "
+        "model's own parameter) or compute what is used from it in forward (a parametrization)"
+    )
+    if is_error:
+        raise RuntimeError(f"{message}; or let the Plan keep it whole (whole=[...])")
+    unit.note_writes()
+    warnings.warn(f"{message}. Under torch's fully_shard it is lost, too", stacklevel=3)

@@ -8,10 +8,9 @@ so nobody asks for it.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -20,10 +19,9 @@ import torch.distributed as dist
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.across import Across, across_of
-from shardwise.engine.buffers import add_up, let_go
 from shardwise.engine.near import LARGEST, MOST_RANKS, Message, Near, meet
+from shardwise.engine.records import Call, open_records
 from shardwise.engine.words import Control, PerWorld, control_of
-from shardwise.planning.memory import sent_bytes
 from shardwise.watch import rank as watched
 from shardwise.watch.page import EXCHANGE, RUNS, USES, Track
 
@@ -61,6 +59,62 @@ class After:
 
 DONE = All(())  # nothing under way: a group of one rank, or an operation that has ended
 Unpack = Callable[[], None] | None  # to run when a gather has ended
+
+
+@torch.no_grad()
+def add_up(pieces: torch.Tensor, into: torch.Tensor) -> None:
+    """The sum of the rows of `pieces`, in the dtype of `into`. A GPU adds wider than it reads in
+    one kernel; a host would first make a wider copy of everything, so it takes row after row.
+    """
+    if pieces.is_cuda:
+        torch.sum(pieces, 0, dtype=into.dtype, out=into)
+        return
+    into.copy_(pieces[0])
+    for piece in pieces[1:]:
+        into.add_(piece)
+
+
+def allocate(custom: Any, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a collective; that of `custom`, if it is called instead of torch.distributed."""
+    if custom is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    made: torch.Tensor = custom.allocate((numel,), dtype=dtype, device=device)
+    return made
+
+
+class Buffer:
+    """Tensors whose memory comes and goes, all together, while their views stay."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self._storages = [(s, s.nbytes()) for s in map(torch.Tensor.untyped_storage, tensors)]
+        self.allocated = True
+
+    def allocate(self) -> None:
+        if not self.allocated:
+            for storage, nbytes in self._storages:
+                storage.resize_(nbytes)
+                if marks.on is not None:
+                    marks.on.buffer(self, storage.data_ptr(), nbytes)
+            self.allocated = True
+
+    def release(self) -> None:
+        for storage, nbytes in self._storages if self.allocated else ():
+            # numpy has a view: torch resizes that storage no more.
+            if storage.resizable():
+                if marks.on is not None:
+                    marks.on.buffer(self, storage.data_ptr(), -nbytes)
+                storage.resize_(0)
+                self.allocated = False
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Memory is there inside; views can only be made while it is."""
+        was = self.allocated
+        self.allocate()
+        yield
+        if not was:
+            self.release()
 
 
 def _issued(handle: Handle) -> Handle:
@@ -308,6 +362,15 @@ def scatter_parts(output: torch.Tensor, input: torch.Tensor, group: Any) -> Hand
     return After(torch_private.all_to_all(received, input, group), end)
 
 
+def let_go(message: torch.Tensor) -> None:
+    """Give the memory of a message back, whose collective has ended: a thread of gloo's may hold
+    the tensor for a moment longer, and what comes next would need as much again.
+    """
+    storage = message.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+
+
 def digest(value: object) -> int:
     """A short number for ranks to compare instead of the value."""
     return zlib.crc32(repr(sorted(value.items()) if isinstance(value, dict) else value).encode())
@@ -331,50 +394,3 @@ def near_of(group: dist.ProcessGroup, control: Control, device: torch.device) ->
         return meet(control.exchange, len(ranks), rank, timeout_s, offers)
 
     return _near.get(group.group_name, make)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective as one rank issued it. `nbytes` is the whole message: a gather's output, a
-    scatter's input.
-    """
-
-    name: str  # all_gather, reduce_scatter, all_reduce, all_to_all
-    axis: str  # the mesh axis it ran over
-    nbytes: int
-    ranks: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes this rank sends: S(n-1)/n, twice that for an all-reduce."""
-        return sent_bytes(self.name, self.nbytes, self.ranks)
-
-
-@dataclass(eq=False)  # two that counted the same are still two
-class Record:
-    """What was issued while it was open."""
-
-    calls: list[Call] = field(default_factory=list)
-    # Whose: ranks may be threads of one process, each in a world of its own.
-    world: Any = field(default_factory=lambda: dist.group.WORLD, repr=False)
-
-    def counts(self) -> dict[str, int]:
-        return dict(Counter(call.name for call in self.calls))
-
-    def sent(self, name: str | None = None) -> float:
-        return sum(call.sent for call in self.calls if name in (None, call.name))
-
-
-# Open records; empty almost always, so that a collective pays one truth test for it.
-open_records: list[Record] = []
-
-
-@contextmanager
-def record() -> Iterator[Record]:
-    """Count every collective of the engine on this rank: `with sw.record() as log: step()`."""
-    log = Record()
-    open_records.append(log)
-    try:
-        yield log
-    finally:
-        open_records.remove(log)

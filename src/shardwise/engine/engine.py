@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardwise.engine import checks, marks, micro_batches, static, torch_private
+from shardwise.engine import checks, marks, static, torch_private, uneven
 from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.gradients import GradientsPast
@@ -101,7 +101,7 @@ class Engine:
         self.failed = False  # a forward of this step ended in an exception
         self.interrupted: str | None = None  # the last step was left early, and nobody was told
         self.skips = False  # it left what earlier passes of the step had summed
-        self.loop: micro_batches.Loop | None = None  # over `microbatches`, the one that runs
+        self.loop: object | None = None  # over `microbatches`, the one that runs
         self.backwards = 0  # backward passes that ended
         self.relayouts = 0  # times that the gradient buffers became others
         self._past = GradientsPast()
@@ -209,9 +209,8 @@ class Engine:
             static.on.meet_engine(self)
         self.forget_interrupted()
         self.failed = self.skips = False
-        uneven = micro_batches.loop_here()
-        if uneven is not None:
-            uneven.welcome(self)
+        if uneven.here.loop is not None:
+            uneven.here.loop.welcome(self)
         if self.schedule.current.in_backward:
             self._abandon_step()
         # Ranks gather together, so they do alike whatever is left of a graph on each.
@@ -315,26 +314,6 @@ class Engine:
         self.schedule.before_forward(unit, recomputes)
         unit.note_writes()
 
-    def check_unwritten(self, unit: Unit, module: nn.Module, all_ran: bool) -> None:
-        """After a training forward: what it wrote to gathered parameters is lost, as only this
-        rank's rows of the masters stay. An error under a Plan, a warning through the drop-in.
-        """
-        if not unit.is_written(all_ran):
-            return
-        names = [member.name for member in unit.parameters.members]
-        more = f" and {len(names) - 3} more" if names[3:] else ""
-        shown = ", ".join(map(repr, names[:3])) + more
-        message = (
-            f"the forward of {type(module).__name__} wrote in place to a parameter of unit "
-            f"{unit.name!r} ({shown}) while it was gathered; that is lost when the unit is "
-            "gathered anew. Constrain the parameter between steps (under torch.no_grad(), on the "
-            "model's own parameter) or compute what is used from it in forward (a parametrization)"
-        )
-        if self.plan is not None:
-            raise RuntimeError(f"{message}; or let the Plan keep it whole (whole=[...])")
-        unit.note_writes()
-        warnings.warn(f"{message}. Under torch's fully_shard it is lost, too", stacklevel=2)
-
     # Backward
 
     def before_backward(self, unit: Unit) -> None:
@@ -427,7 +406,7 @@ class Engine:
             if order is not None:
                 schedule.reduce_in(order)
         self._hang_sums()
-        if self.loop is not None:
+        if isinstance(self.loop, uneven.Loop):
             self.loop.stay()
 
     def _hang_sums(self) -> None:
@@ -450,6 +429,14 @@ class Engine:
         for unit in self.schedule.reduce_order:
             assert unit.gradients is not None
             unit.gradients.clear()
+
+    def check_ran(self, before: int, i: int, total: int) -> None:
+        """Error if a micro-batch had no backward; `before` counts those that had."""
+        if self.backwards == before:
+            raise RuntimeError(
+                f"micro-batch {i + 1} of {total} ran no backward; every micro-batch needs one "
+                "(a loss of zero is fine), or its peers wait for this rank's gradients"
+            )
 
     def begin_idle(self) -> None:
         """A step of which some replicas run nothing. They do not see what is frozen and thawed
@@ -587,4 +574,62 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     are dropped without one. A micro-batch whose forward raised, and where the program caught that,
     adds nothing.
     """
-    yield from micro_batches.run(engine_of(model), batches)
+    engine = engine_of(model)
+    engine.forget_interrupted()
+    if engine.loop is not None:  # left by an exception that somebody keeps, and the loop with it
+        if isinstance(engine.loop, uneven.Loop):
+            engine.loop.leave()
+        engine.loop = engine.schedule.micro = None
+        engine.interrupt("")
+        engine.interrupted = None
+    items = list(batches)
+    total, outer = len(items), uneven.here.loop
+    if outer is not None and outer.engine is not engine:
+        yield from outer.run_guest(engine, items)
+        return
+    counts = engine.compare_counts(total)
+    differs = uneven.Loop(engine, counts, total) if len(set(counts.values())) > 1 else None
+    if total == 0:
+        engine.run_nothing()
+        if differs is not None:
+            differs.finish()
+        return
+    # Nothing can be added to the messages of a graph by who runs none: all go by the hooks.
+    stand_in = engine.stand_in if differs is not None and differs.idle else None
+    ran = 0
+    loop = engine.loop = differs or object()
+    if stand_in is not None:
+        stand_in.unhang()
+    try:
+        for i, item in enumerate(items):
+            engine.schedule.micro = (i, total)
+            before = engine.backwards
+            yield item
+            if engine.loop is not loop:
+                raise RuntimeError(
+                    f"another loop over sw.microbatches of this model began in micro-batch {i + 1} "
+                    f"of {total}; its gradients are another step's. End one loop before the next"
+                )
+            if engine.backwards == before and engine.skips:
+                engine.reduce_accumulated()  # nothing, but its peers wait for it
+            engine.check_ran(before, i, total)
+            ran += 1
+    finally:
+        if stand_in is not None:
+            stand_in.hang()
+        if mine := engine.loop is loop:
+            # Whoever takes no more than the last (zip, break) does not come back here for an end.
+            ran += ran == total - 1 and engine.backwards != before and not engine.is_in_pass
+            engine.loop = engine.schedule.micro = None
+        if mine and ran < total:
+            message = (
+                f"{ran} of {total} micro-batches ran; gradients are not reduced, and were dropped. "
+                "The loop over sw.microbatches was left early (break, return or an exception); run "
+                "every micro-batch, or begin the step again"
+            )
+            if differs is None:
+                engine.interrupt(message)
+            else:
+                differs.fail(message)
+        elif differs is not None:
+            differs.finish() if mine else differs.leave()

@@ -21,8 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine import marks, torch_private
 from shardwise.engine.arena import COMPUTE, REPLICAS, SCATTERS, Arena, Loan, Placed
-from shardwise.engine.buffers import Buffer, add_up, allocate, let_go
-from shardwise.engine.collectives import DONE, After, Group, Handle
+from shardwise.engine.collectives import (
+    DONE,
+    After,
+    Buffer,
+    Group,
+    Handle,
+    add_up,
+    allocate,
+    let_go,
+)
 from shardwise.engine.extended import ExtendedParameters
 from shardwise.schedule.executor import Held, Reduction
 from shardwise.watch.page import ALL_REDUCE, GATHER, SCATTER, USE

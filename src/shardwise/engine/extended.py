@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import torch_private
-from shardwise.engine.buffers import Buffer
-from shardwise.engine.collectives import DONE, Group, Handle, Unpack
+from shardwise.engine.collectives import DONE, Buffer, Group, Handle, Unpack
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.storage import Member, Parameters, Take
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.engine import marks, static, torch_private
-from shardwise.engine.buffers import Buffer
+from shardwise.engine.collectives import Buffer
 from shardwise.engine.storage import Parameters, Take
 from shardwise.engine.torch_private import local_of
 from shardwise.planning.rows import Rows, lay_out

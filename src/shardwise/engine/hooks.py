@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine import marks, static, torch_private
 from shardwise.engine.aside import Aside
-from shardwise.engine.checks import explain
+from shardwise.engine.checks import explain, tell_written
 from shardwise.engine.unit import Unit
 from shardwise.schedule.unit import State
 
@@ -254,8 +254,9 @@ class Node:
             unit.needed_on |= self.aside.was_missed
             ran = engine.schedule.current.of[unit].ran
             ran.add(id(self))
-            if awaits_backward and not recomputes:
-                engine.check_unwritten(unit, self.module, len(ran) >= unit.module_count)
+            looks = awaits_backward and not recomputes
+            if looks and unit.is_written(len(ran) >= unit.module_count):
+                tell_written(unit, self.module, engine.plan is not None)
             # An outer module of the unit may still read parameters of its own.
             if len(ran) >= unit.module_count and not unit.running:
                 ran.clear()

@@ -65,7 +65,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.buffers import Buffer
+from shardwise.engine.collectives import Buffer
 from shardwise.engine.mesh import DTensorParameter, Mesh, MeshPlacement
 from shardwise.engine.torch_private import (
     MemoryIdentity,

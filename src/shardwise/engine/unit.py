@@ -13,8 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.engine import torch_private
 from shardwise.engine.arena import COMPUTE, GATHERS, KEPT, SCATTERS, Loan, place
-from shardwise.engine.buffers import allocate, let_go
-from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack
+from shardwise.engine.collectives import DONE, All, Group, Handle, Unpack, allocate, let_go
 from shardwise.engine.executor import TensorExecutor, lent
 from shardwise.engine.extended import ExtendedGather, ExtendedParameters, is_extended
 from shardwise.engine.gradients import Gradients, slices_of
@@ -501,7 +500,9 @@ class Unit(ScheduledUnit):
         if self._looked or self.running or not all_ran:
             return False
         self._looked, gather = True, self._from_shards
-        return type(gather) is UnitGather and not gather.has_bits_of_source
+        if type(gather) is not UnitGather or gather.group.control is None or torch_private.emulated:
+            return False  # what was gathered is not what was sent
+        return not gather.has_bits_of_source
 
     def take_writes(self) -> None:
         """Carry what was written to the shown parameters since an evaluation to the masters."""

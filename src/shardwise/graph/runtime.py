@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from shardwise.engine.buffers import Buffer
-from shardwise.engine.collectives import DONE, Group, Handle
+from shardwise.engine.collectives import DONE, Buffer, Group, Handle
 from shardwise.engine.engine import Engine
 from shardwise.engine.executor import Lane
 from shardwise.engine.gradients import Slot

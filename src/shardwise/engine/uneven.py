@@ -1,6 +1,6 @@
-"""The loop over a step's micro-batches on this rank, of which ranks may run different numbers.
+"""A loop over a step's micro-batches of which ranks run different numbers, and other models in it.
 
-Where they do, another model that runs inside the loop (a discriminator beside the generator whose
+Another model that runs inside the loop (a discriminator beside the generator whose
 loop it is) is its guest. A rank cannot know what the others run between two of its own
 micro-batches, so what the guest's backwards leave waits for the loop's end, where all ranks meet; a
 rank on which the guest left nothing joins with zeros.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.engine.collectives import digest
@@ -25,7 +25,13 @@ Item = TypeVar("Item")
 _numbers = itertools.count()
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
 _numbers_of: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
-_uneven = threading.local()
+
+
+class _Here(threading.local):
+    loop: Loop | None = None
+
+
+here = _Here()  # the uneven loop in which this thread is, if any
 
 
 def introduce(engine: Engine) -> None:
@@ -34,26 +40,22 @@ def introduce(engine: Engine) -> None:
     _engines[number] = engine
 
 
-def loop_here() -> Loop | None:
-    """The uneven loop in which this thread is, if any."""
-    return getattr(_uneven, "loop", None)
-
-
 class Loop:
-    """One loop over the micro-batches of one model."""
+    """One such loop over the micro-batches of one model, from when it begins."""
 
     def __init__(self, engine: Engine, counts: dict[int, int], total: int) -> None:
         """`counts` are the micro-batches of the ranks in the model's groups, `total` is ours."""
         self.engine, self.counts, self.total = engine, counts, total
-        self.uneven, self.idle = len(set(counts.values())) > 1, 0 in counts.values()
+        self.idle = 0 in counts.values()
         self.guests: dict[int, Engine] = {}
-        if self.uneven:
-            _uneven.loop = self
+        here.loop = self
+        if self.idle:
+            engine.begin_idle()
 
     def leave(self) -> None:
         """What runs now is outside of the loop."""
-        if loop_here() is self:
-            _uneven.loop = None
+        if here.loop is self:
+            here.loop = None
 
     def welcome(self, guest: Engine) -> None:
         """Another model begins a forward inside the loop."""
@@ -91,8 +93,6 @@ class Loop:
     def finish(self) -> None:
         """All micro-batches ran: ranks meet over the guests."""
         self.leave()
-        if not self.uneven:
-            return
         agreement, own = self.engine.agreement, self.engine
         for guest in self.guests.values():
             guest.schedule.waits = False
@@ -113,6 +113,14 @@ class Loop:
                 )
             known.meet(any(each[number][1] for each in said if number in each), self.idle)
 
+    def run_guest(self, guest: Engine, items: Sequence[Item]) -> Iterator[Item]:
+        """Another model's own loop inside of this one: its sums wait for this one's end."""
+        self.welcome(guest)
+        for i, item in enumerate(items):
+            before = guest.backwards
+            yield item
+            guest.check_ran(before, i, len(items))
+
     def fail(self, message: str) -> None:
         """The loop was left early: what its models have summed is dropped."""
         self.leave()
@@ -127,79 +135,3 @@ def _outline(engine: Engine) -> int:
 
 def _show(counts: dict[int, int]) -> str:
     return ", ".join(f"rank {rank}: {count}" for rank, count in sorted(counts.items()))
-
-
-def run(engine: Engine, batches: Iterable[Item]) -> Iterator[Item]:
-    """`sw.microbatches` of a model's engine."""
-    engine.forget_interrupted()
-    if engine.loop is not None:  # left by an exception that somebody keeps, and the loop with it
-        engine.loop.leave()
-        engine.loop = engine.schedule.micro = None
-        engine.interrupt("")
-        engine.interrupted = None
-    items = list(batches)
-    total = len(items)
-    outer = loop_here()
-    if outer is not None and outer.engine is not engine:  # the guest's sums wait for its end
-        yield from _run_as_guest(engine, outer, items)
-        return
-    loop = Loop(engine, engine.compare_counts(total), total)
-    if loop.idle:
-        engine.begin_idle()
-    if total == 0:
-        engine.run_nothing()
-        loop.finish()
-        return
-    # Nothing can be added to the messages of a graph by who runs none: all go by the hooks.
-    stand_in = engine.stand_in if loop.idle else None
-    ran = 0
-    engine.loop = loop
-    if stand_in is not None:
-        stand_in.unhang()
-    try:
-        for i, item in enumerate(items):
-            engine.schedule.micro = (i, total)
-            before = engine.backwards
-            yield item
-            if engine.loop is not loop:
-                raise RuntimeError(
-                    f"another loop over sw.microbatches of this model began in micro-batch {i + 1} "
-                    f"of {total}; its gradients are another step's. End one loop before the next"
-                )
-            if engine.backwards == before and engine.skips:
-                engine.reduce_accumulated()  # nothing, but its peers wait for it
-            check_backward(engine, before, i, total)
-            ran += 1
-    finally:
-        if stand_in is not None:
-            stand_in.hang()
-        if engine.loop is loop:
-            # Whoever takes no more than the last (zip, break) does not come back here for an end.
-            ran += ran == total - 1 and engine.backwards != before and not engine.is_in_pass
-            engine.loop = engine.schedule.micro = None
-            if ran == total:
-                loop.finish()
-            else:
-                loop.fail(
-                    f"{ran} of {total} micro-batches ran; gradients are not reduced, and were "
-                    "dropped. The loop over sw.microbatches was left early (break, return or an "
-                    "exception); run every micro-batch, or begin the step again"
-                )
-        else:
-            loop.leave()
-
-
-def _run_as_guest(engine: Engine, outer: Loop, items: list[Item]) -> Iterator[Item]:
-    outer.welcome(engine)
-    for i, item in enumerate(items):
-        before = engine.backwards
-        yield item
-        check_backward(engine, before, i, len(items))
-
-
-def check_backward(engine: Engine, before: int, i: int, total: int) -> None:
-    if engine.backwards == before:
-        raise RuntimeError(
-            f"micro-batch {i + 1} of {total} ran no backward; every micro-batch needs one "
-            "(a loss of zero is fine), or its peers wait for this rank's gradients"
-        )
