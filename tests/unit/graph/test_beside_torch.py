@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch._inductor.fx_passes import bucketing, fsdp
 from torch.fx import GraphModule, Node
 
