@@ -590,7 +590,11 @@ def microbatches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
     counts = engine.compare_counts(total)
     differs = uneven.Loop(engine, counts, total) if len(set(counts.values())) > 1 else None
     if total == 0:
-        engine.run_nothing()
+        try:
+            engine.run_nothing()
+        finally:
+            if differs is not None:
+                differs.leave()
         if differs is not None:
             differs.finish()
         return
