@@ -141,7 +141,7 @@ def _differ() -> None:
 
 def test_messages_that_differ_are_an_error(four: Ranks) -> None:
     with pytest.raises(RankError) as caught:
-        four.run(_differ, timeout=10)
+        four.run(_differ, timeout=15)
     assert "ranks of one group call different collectives" in str(caught.value.errors[0])
     assert "add_part of 32 bytes" in str(caught.value.errors[1])
 
