@@ -6,8 +6,6 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +14,14 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import regions, words
 from shardwise.engine.collectives import Group
 from shardwise.engine.engine import engine_of
 from shardwise.engine.words import PerWorld
 from tests.parity.dropin.common import batch, square_loss
 from tests.parity.dropin.models import Stack
-from tests.ranks import RankError, Ranks
+from tests.ranks import RankError, Ranks, on_host
 
 CPU = torch.device("cpu")
-_host = regions.host  # the real one
-
-
-@contextmanager
-def on_host(name: object) -> Iterator[None]:
-    """Groups that are made inside find this rank on a host of that name."""
-    regions.host = words.host = lambda: f"{_host()} {name}"
-    try:
-        yield
-    finally:
-        regions.host = words.host = _host
 
 
 def group_on(name: object) -> Group:

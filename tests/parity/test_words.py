@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import regions, words
+from shardwise.engine import words
 from shardwise.engine.engine import engine_of
 from shardwise.engine.torch_private import default_store
 from shardwise.engine.words import Control
 from tests.parity.dropin.common import batch, square_loss
 from tests.parity.dropin.models import Stack
-from tests.ranks import Ranks
+from tests.ranks import Ranks, on_host
 
 
 class Counted:
@@ -72,25 +70,12 @@ def test_a_rank_asks_no_more_of_the_store_in_a_larger_world(size: int) -> None:
     assert max(store.asked.total() for store in stores) <= 6 * 7 + 4
 
 
-_host = regions.host  # the real one
-
-
-@contextmanager
-def _on_host(name: object) -> Iterator[None]:
-    """This rank is on a host of that name."""
-    regions.host = words.host = lambda: f"{_host()} {name}"
-    try:
-        yield
-    finally:
-        regions.host = words.host = _host
-
-
 def _tell_on_hosts(count: int) -> int:
     """Numbers among ranks on `count` hosts, neighbours on different ones; in how many of the turns
     after the first this rank went to the store.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    with _on_host(rank % count):
+    with on_host(rank % count):
         store = Counted(default_store())
         control = Control(store, tuple(range(size)), rank, f"{count} hosts/", watch=False)
         assert control.tell([rank, 7]) == [[r, 7] for r in range(size)]
@@ -126,7 +111,7 @@ def test_ranks_that_may_not_share_memory_tell_numbers_over_the_store(two: Ranks)
 def _step_on_two_hosts() -> None:
     """Steps of hsdp where each replica is a host, also one that replicas may not run."""
     rank = dist.get_rank()
-    with _on_host(rank // 2):
+    with on_host(rank // 2):
         torch.manual_seed(0)
         model = sw.shard(Stack(), sw.Plan.of("hsdp", mesh=(2, 2), sync="each"))
         for step in range(2):

@@ -220,7 +220,8 @@ class Group:
                 at += input.numel()
             let_go(found)
 
-        return After(torch_private.all_gather(found.view(-1), sent, self.group), end)
+        whole, own = as_sent(found.view(-1)), as_sent(sent)
+        return After(torch_private.all_gather(whole, own, self.group), end)
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, custom: Any = None
@@ -328,7 +329,7 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or its bytes where a backend could refuse its dtype: for messages that
     nothing is computed of.
     """
-    return tensor if tensor.dtype in _MOVED else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in _MOVED else tensor.view(-1).view(torch.uint8)
 
 
 def is_gloo(group: Any, device: torch.device) -> bool:
