@@ -80,10 +80,11 @@ def title_of(plan: Plan, workload: Workload) -> str:
 
 # Of its step, what a later run of a Plan that was tried may differ by; of one that was as quick as
 # its host, which is a CPU or waits for one: on shared machines 9 of 12 and 107 of 117 later runs
-# were within this (docs/log.md). A step is its host's from so much of it on.
-MEASURED, BY_HOST, HOST_BOUND = 0.05, 0.25, 0.9
+# were within this (docs/log.md). A host that swings so far sets the pace from HOST_BOUND of a step.
+MEASURED, BY_HOST = 0.05, 0.25
+HOST_BOUND = 1 / (1 + BY_HOST)
 # A captured step that takes no more of the plain one is worth a line more in a program; of one that
-# waits for its host no more than so much: it is steady where the host is not.
+# may wait for its host no more than so much: it is steady where the host is not.
 PAYS, STEADIES = 0.97, 1.03
 
 

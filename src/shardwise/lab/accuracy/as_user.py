@@ -245,6 +245,7 @@ def tell_plan(candidate: Candidate, alone: Ranking, took: Row) -> Row:
         "predicted_ms": candidate.step_ms,
         "range_ms": candidate.range_ms,
         "predicted_bytes": candidate.peak_bytes,
+        "tried_host_ms": None if candidate.trial is None else candidate.trial.host_ms,
         "alone_basis": before.basis,
         "alone_ms": before.step_ms,
         "alone_range_ms": before.range_ms,
