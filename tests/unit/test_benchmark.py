@@ -88,9 +88,12 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
     """The same path, with a device that a CPU plays."""
     family = dataclasses.replace(cases.FAMILIES["h200"], device="cpu")
     case = cases.StepCase("c", TINY, 1, 8, ("zero3",), steps=7, warmup=1, network=Network())
+    slow = dataclasses.replace(case, network=Network(latency=1e-3))
     ahead = iter(range(1, 100))
+    met = []
 
     def play(run, answer):
+        met.append(emulation.network)
         run()
         return answer
 
@@ -106,15 +109,21 @@ def test_blocks_on_a_gpu_give_the_device_s_time_and_the_reserve(monkeypatch):
             name: partial(compare._build, wrap, "zero3", family, case)
             for name, wrap in (("ours", engines.wrap_ours), ("theirs", engines.wrap_theirs))
         }
-        measured = Measured()
-        measure._measure_on_gpu(family, case, builds, emulation, measured)
-    sides, settings = measured.sides, measured.settings
-    # Five blocks of two steps each, the candidates in turn: 1 2, 5 6, 9 10, ... are ours.
-    assert (sides["ours"].device_ms, sides["theirs"].device_ms) == (9.5, 11.5)
-    for side in sides.values():
-        assert (side.peak_bytes, side.reserved_bytes) == (600, 2000)
-        assert side.collectives > 0 and side.device_spread_ms > 0
-    assert settings["blocks"] == cases.BLOCKS == 5
+        monkeypatch.setattr(measure, "_measure_on_cpu", measure._measure_on_gpu)
+        both = measure.measure_on_networks(family, (case, slow), builds, emulation)
+    # Five blocks of two steps on each network, the candidates in turn: of ours, 1 2, 9 10, 17 18,
+    # ... are on the first one and 3 4, 11 12, ... on the other.
+    assert [(each.sides["ours"].device_ms, each.sides["theirs"].device_ms) for each in both] == [
+        (17.5, 21.5),
+        (19.5, 23.5),
+    ]
+    for each in both:
+        for side in each.sides.values():
+            assert (side.peak_bytes, side.reserved_bytes) == (600, 2000)
+            assert side.collectives > 0 and side.device_spread_ms > 0
+        assert each.settings["blocks"] == cases.BLOCKS == 5
+    # Each of ten builds: two steps ahead and the one for its peaks, then two on the other network.
+    assert met == ([case.network] * 3 + [slow.network] * 2) * 10
 
 
 @pytest.mark.usefixtures("no_group")

@@ -48,6 +48,20 @@ SUBJECT = Subject("tiny", batch=1, length=8)
 pytestmark = pytest.mark.usefixtures("no_group")
 
 
+def test_a_network_changes_between_steps() -> None:
+    """Then collectives of known sizes and groups take the new one's time."""
+    whole, part = torch.empty(800), torch.ones(100)
+    modelled = []
+    with joined(0, 8), emulate(Network(latency=1e-3)) as emulation:
+        for latency in (1e-3, 5e-3, 1e-3):
+            emulation.change_network(Network(latency=latency))
+            with emulation.measure(CPU) as exposure:
+                torch_private.all_gather(whole, part, None).wait()
+            (message,) = exposure.messages
+            modelled.append(message.modelled_s)
+    assert modelled == [1e-3, 5e-3, 1e-3]
+
+
 # Links by a clock that the tests move
 
 

@@ -82,7 +82,8 @@ class Emulation:
 
     `mode` may be changed between steps, to see what the network costs them: in a `free` one data
     arrives and nobody waits, with the same calls on the host; in an `unwaited` one, on a GPU with
-    occupancy, the collectives' kernels also go on beside compute for their time.
+    occupancy, the collectives' kernels also go on beside compute for their time. The network itself
+    changes by `change_network`.
     """
 
     def __init__(self, network: NetworkModel, occupancy: int = 0) -> None:
@@ -107,6 +108,13 @@ class Emulation:
         self._step_began = time.perf_counter()
         if joins and device.type == "cuda":
             self.links_of(device).begin_step()
+
+    def change_network(self, network: NetworkModel) -> None:
+        """Between steps: what is under way on devices ends first."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        self.network = network
+        self._transfers.clear()
 
     def all_gather(
         self,

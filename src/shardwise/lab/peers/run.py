@@ -1,9 +1,10 @@
 """`shardwise bench peers`: shardwise against every other engine, class by class.
 
 The peers of a class step in turn with ours, in one run; before, all train some steps from the same
-weights and inputs, and one whose parameters are others then is not timed. Every class runs in
-processes of its own. With `--cases hosts` the ranks are on two hosts with a slow link between them;
-with `--cases h200` one process is a rank of an emulated group.
+weights and inputs, and one whose parameters are others then is not timed. With `--cases hosts` the
+ranks are on two hosts with a slow link between them; with `--cases h200` one process is a rank of
+an emulated group. Every case runs in processes of its own, but those that differ by nothing but the
+emulated network share them, and what is built there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from shardwise.lab.rows import RowFile, only_draw, say
 from shardwise.lab.steps.cases import MEDIUM, MIXED, Family, StepCase, describe_case
 from shardwise.lab.steps.compare import compare_sides
 from shardwise.lab.steps.engines import Wrapped
-from shardwise.lab.steps.measure import Measured, measure
+from shardwise.lab.steps.measure import Measured, measure_on_networks
 from shardwise.lab.steps.models import GPT2_MEDIUM, MOE, GPTSize, MoESize, build_model
 from shardwise.profiling.results import Row, print_table, say_where
 from shardwise.profiling.timing import spread
@@ -50,22 +52,29 @@ RATE = "1gbit"  # of the link between hosts: sending takes about as long as comp
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One case in one class: ours and all peers, in turn."""
+    """A family's cases in one class: ours and all peers, in turn."""
 
     family: Family
     kind: str  # of CLASSES
     peers: tuple[str, ...]  # names
 
-    @property
-    def case(self) -> StepCase:
-        return self.family.cases[0]
+    def key(self, case: StepCase, peer: str) -> str:
+        return f"{case.name}/{self.kind}/{peer}"
 
-    def key(self, peer: str) -> str:
-        return f"{self.case.name}/{self.kind}/{peer}"
+    def missing(self, file: RowFile) -> Group:
+        """With only the cases, and only the peers, that have a row missing."""
+        pairs = [
+            (case, peer)
+            for case in self.family.cases
+            for peer in self.peers
+            if self.key(case, peer) not in file
+        ]
+        family = dataclasses.replace(self.family, cases=tuple(dict.fromkeys(c for c, _ in pairs)))
+        return Group(family, self.kind, tuple(dict.fromkeys(peer for _, peer in pairs)))
 
 
 def families(arguments: argparse.Namespace) -> Iterator[Family]:
-    """A family for each case, so that each has processes of its own."""
+    """With the cases asked for. Those of a family differ by nothing but the emulated network."""
     for where in arguments.cases:
         if where == "h200" and not torch.cuda.is_available():
             say("h200: skipped, no CUDA device here")
@@ -75,13 +84,18 @@ def families(arguments: argparse.Namespace) -> Iterator[Family]:
             say(f"hosts: skipped, {why}")
             continue
         for family in FOUND[where](arguments):
-            (case,) = family.cases
-            if arguments.only is not None and arguments.only not in case.name:
-                continue
-            case = case.quick() if arguments.quick else case
-            if arguments.steps is not None:
-                case = dataclasses.replace(case, steps=arguments.steps)
-            yield dataclasses.replace(family, cases=(case,))
+            cases = tuple(
+                _as_asked(case, arguments)
+                for case in family.cases
+                if arguments.only is None or arguments.only in case.name
+            )
+            if cases:
+                yield dataclasses.replace(family, cases=cases)
+
+
+def _as_asked(case: StepCase, arguments: argparse.Namespace) -> StepCase:
+    case = case.quick() if arguments.quick else case
+    return case if arguments.steps is None else dataclasses.replace(case, steps=arguments.steps)
 
 
 def _gloo(arguments: argparse.Namespace) -> Iterator[Family]:
@@ -102,19 +116,23 @@ def _hosts(arguments: argparse.Namespace) -> Iterator[Family]:
 
 
 def emulated_families(models: tuple[str, ...], device: str = "cuda") -> Iterator[Family]:
-    """As the step benchmark's emulated cases, with more ranks, networks and models."""
+    """As the step benchmark's emulated cases, with more ranks, networks and models; those that tell
+    most come first, as time may run out.
+    """
     for world in WORLDS:
-        for name in models:
-            for rate in RATES:
-                for compiled in (False, True):
-                    size, batch, length = LARGE[name]
-                    how = "compiled" if compiled else "eager"
-                    case = StepCase(
+        for compiled in (False, True):
+            for name in models:
+                size, batch, length = LARGE[name]
+                how = "compiled" if compiled else "eager"
+                cases = tuple(
+                    StepCase(
                         f"h200-{world}-{name}-{rate}GBs-{how}", size, batch, length, (),
-                        steps=12, warmup=3, precision=MIXED, blocks=3, compiled=compiled,
-                        network=Network(bandwidth=rate * 1e9, latency=LATENCY),
-                    )  # fmt: skip
-                    yield Family((case,), "fake", world, 1, device)
+                        steps=12, warmup=3, precision=MIXED, blocks=2 if compiled else 3,
+                        compiled=compiled, network=Network(rate * 1e9, LATENCY),
+                    )
+                    for rate in RATES
+                )  # fmt: skip
+                yield Family(cases, "fake", world, 1, device)
 
 
 FOUND: dict[str, Callable[[argparse.Namespace], Iterator[Family]]] = {
@@ -127,7 +145,7 @@ FOUND: dict[str, Callable[[argparse.Namespace], Iterator[Family]]] = {
 def groups(
     family: Family, classes: tuple[str, ...] | None, peers: tuple[str, ...]
 ) -> Iterator[Group]:
-    """The classes of a case with peers of these kinds."""
+    """The classes of a family with peers of these kinds."""
     for kind in classes or (tuple(CLASSES) if family.real else ("parameters",)):
         named = tuple(p.name for p in find_peers(family, kind) if p.kind in peers)
         if named:
@@ -153,9 +171,9 @@ def run(arguments: argparse.Namespace) -> None:
     file = RowFile.of(arguments, not_installed=[kind for kind in asked if kind not in peers])
     for family in families(arguments):
         missing = [
-            dataclasses.replace(group, peers=left)
+            left
             for group in groups(family, arguments.classes, peers)
-            if (left := tuple(name for name in group.peers if group.key(name) not in file))
+            if (left := group.missing(file)).peers
         ]
         if not missing:
             continue
@@ -172,8 +190,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure_groups(asked: list[Group], quick: bool) -> Iterator[Row]:
-    """A row for each peer of each class of one case, in the same processes. If these end in an
-    error, the classes have processes of their own, and the rows of the one that fails say so.
+    """A row for each case and peer of each class of one family, in the same processes. If these end
+    in an error, the classes have processes of their own, and the rows of the one that fails say so.
     """
     try:
         yield from asked[0].family.ask(compare_groups, asked, quick)
@@ -185,30 +203,34 @@ def measure_groups(asked: list[Group], quick: bool) -> Iterator[Row]:
         lines = str(error).strip().splitlines()
         failure = f"its processes ended: {lines[-1] if lines else 'no word'}"
         say(failure)
-        for name in asked[0].peers:
-            yield describe_row(asked[0], name) | {"failure": failure}
+        for case, name in product(asked[0].family.cases, asked[0].peers):
+            yield describe_row(asked[0], case, name) | {"failure": failure}
 
 
 def compare_groups(asked: list[Group], quick: bool) -> list[Row]:
     """What each of the ranks runs."""
     rows = []
     for group in asked:
-        say(f"{group.case.name} {group.kind}: {group.case.steps} steps each, in turn")
+        cases = group.family.cases
+        names = ", ".join(case.name for case in cases)
+        say(f"{names}: {group.kind}, {cases[0].steps} steps each, in turn")
         for row in compare_group(group, quick):
-            say(f"  {row['peer']}: {row.get('failure') or format(row['step_ratio'], '.2f')}")
+            told = row.get("failure") or format(row["step_ratio"], ".2f")
+            say(f"  {row['case']} {row['peer']}: {told}")
             rows.append(row)
     return rows
 
 
-def describe_row(group: Group, peer: str) -> Row:
+def describe_row(group: Group, case: StepCase, peer: str) -> Row:
     strategy = CLASSES[group.kind].strategy
-    names = {"case": group.case.name, "class": group.kind, "strategy": strategy, "peer": peer}
-    return {"key": group.key(peer), **names}
+    names = {"case": case.name, "class": group.kind, "strategy": strategy, "peer": peer}
+    return {"key": group.key(case, peer), **names}
 
 
 def compare_group(group: Group, quick: bool) -> list[Row]:
-    """A row for each peer."""
-    family, case, kind = group.family, group.case, CLASSES[group.kind]
+    """A row for each case and peer."""
+    family, kind = group.family, CLASSES[group.kind]
+    case = family.cases[0]
     wraps: dict[str, Any] = {"ours": partial(wrap_ours, kind)}
     wraps |= {peer.name: peer.wrap for peer in kind.peers if peer.name in group.peers}
     if case.compiled:
@@ -219,12 +241,14 @@ def compare_group(group: Group, quick: bool) -> list[Row]:
 
     builds = {name: partial(build, wrap) for name, wrap in wraps.items()}
     with case.open_network() as emulation:
-        measured = measure(family, case, builds, emulation, isolates=True)
-    told = describe_case(family, case, quick) | {"compiled": case.compiled}
-    return [
-        describe_row(group, name) | _figures(measured, name) | {"settings": told}
-        for name in group.peers
-    ]
+        measured = measure_on_networks(family, family.cases, builds, emulation, isolates=True)
+    rows = []
+    for case, each in zip(family.cases, measured, strict=True):
+        told = describe_case(family, case, quick) | {"compiled": case.compiled}
+        for name in group.peers:
+            row = describe_row(group, case, name) | _figures(each, name)
+            rows.append(row | {"settings": told})
+    return rows
 
 
 def _figures(measured: Measured, peer: str) -> Row:
