@@ -22,6 +22,7 @@ from page_tables import make_table
 
 from shardwise.chaos import report as chaos
 from shardwise.lab import levers
+from shardwise.lab.accuracy import user_page
 from shardwise.lab.attention import untuned
 
 ROOT = Path(__file__).parent.parent
@@ -239,6 +240,25 @@ def make_levers_table() -> str:
     return finish(heads, lines, name)
 
 
+def make_peers_table() -> str:
+    """Steps over FSDP2's on an emulated network, by model, blocks and rate."""
+    name = "peers-h200.json"
+    told: dict[str, dict[str, str]] = {}
+    for row in load(name)["rows"]:
+        _, world, model, rate, blocks = row["case"].split("-")
+        if row["peer"] == "FSDP2":
+            who = f"{PEER_MODELS[model]}, {blocks}, one of {world}"
+            figures = f"{row['step_ratio']:.2f}, {row['device_ratio']:.2f}"
+            told.setdefault(who, {})[rate] = f"{figures}; {row['reserved_ratio']:.2f}"
+    heads = ["", *(f"{rate.removesuffix('GBs')} GB/s" for rate in PEER_RATES)]
+    lines = [[who, *(found.get(rate, "") for rate in PEER_RATES)] for who, found in told.items()]
+    return finish(heads, lines, name)
+
+
+PEER_MODELS = {"lm": "language model", "gpt2": "GPT-2 medium", "moe": "experts"}
+PEER_RATES = ("300GBs", "100GBs", "50GBs", "25GBs")
+
+
 def make_curves_table() -> str:
     """Where each lever's loss ends, and how far its curve is from the plain one."""
     name = "bytes-gloo.json"
@@ -287,6 +307,7 @@ TABLES = {
     "attention-step": make_attention_step_table,
     "levers": make_levers_table,
     "lever-curves": make_curves_table,
+    "peers-emulated": make_peers_table,
     **{name: partial(make_of_steps, *how) for name, how in step_tables.TABLES.items()},
     **{name: partial(make_of_static, *how) for name, how in static_tables.TABLES.items()},
     **{name: partial(make_exercise_table, *how) for name, how in exercise_tables.TABLES.items()},
@@ -294,7 +315,7 @@ TABLES = {
 PAGES = {
     "README.md": ["step-dropin", "step", "step-device"],
     "docs/benchmarks.md": ["step", "step-dropin", "step-device", "attention", "attention-plain",
-                           "attention-step"],
+                           "attention-step", "peers-emulated"],
     "docs/attention.md": ["attention", "attention-default", "attention-against-cudnn",
                           "attention-head"],
     "docs/bytes.md": ["levers", "lever-curves"],
@@ -328,11 +349,15 @@ def main() -> int:
             stale.append(name)
             if "--check" not in sys.argv:
                 picture.write_text(fresh)
-    page, fresh = ROOT / "docs" / "results.md", results_page.make_page(RESULTS, _place)
-    if not page.exists() or page.read_text() != fresh:
-        stale.append("docs/results.md")
-        if "--check" not in sys.argv:
-            page.write_text(fresh)
+    as_user = [load(name) for name in ("as-user-gloo.json", "as-user-h200.json")]
+    for name, fresh in {
+        "docs/accuracy-as-user.md": user_page.make_page(*as_user),
+        "docs/results.md": results_page.make_page(RESULTS, _place),
+    }.items():
+        if (ROOT / name).read_text() != fresh:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                (ROOT / name).write_text(fresh)
     if "--check" in sys.argv and stale:
         print(f"tables differ from benchmarks/results: {stale}; run python benchmarks/tables.py")
         return 1

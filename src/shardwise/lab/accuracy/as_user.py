@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
             run_place(place, models, rows)
     user_page.show(rows.rows)
     if arguments.docs is not None:
-        user_page.write(arguments.docs, rows.facts | {"rows": rows.rows}, *beside)
+        page = user_page.make_page(rows.facts | {"rows": rows.rows}, *beside)
+        arguments.docs.write_text(page, encoding="utf-8")
 
 
 def run_place(place: Place, models: Sequence[UserModel], rows: RowFile) -> None:

@@ -8,7 +8,6 @@ import itertools
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from shardwise.profiling.results import Row, print_table
@@ -272,8 +271,8 @@ def _gb(plan: Row, what: str) -> str:
     return f"{plan[what] / 1e9:.3g} GB" if plan.get(what) else ""
 
 
-def write(path: Path, *results: dict[str, Any]) -> None:
-    """The page, from results of one or several machines."""
+def make_page(*results: dict[str, Any]) -> str:
+    """From results of one or several machines."""
     lines = [_HEAD]
     for each in results:
         environment = each["environment"]
@@ -281,7 +280,9 @@ def write(path: Path, *results: dict[str, Any]) -> None:
         for part, rows in by_part(each["rows"]):
             lines += [f"## {'Two ranks over gloo' if part == 'gloo' else 'One rank of 8'}", ""]
             lines += [f"- {line}" for line in summarize(part, rows)]
-            told = f"{hardware}, torch {environment['torch']}, commit {environment['commit']}"
+            commits = [environment["commit"], *(row["commit"] for row in rows if "commit" in row)]
+            told = f"{hardware}, torch {environment['torch']}, commit "
+            told += " and ".join(dict.fromkeys(commits))
             lines += ["", f"{told}: `{each['command']}`.", ""]
             lines += [f"| case | {' | '.join(map(str.strip, _PAGE))} |"]
             lines += ["|---" * (len(_PAGE) + 1) + "|"]
@@ -291,4 +292,4 @@ def write(path: Path, *results: dict[str, Any]) -> None:
                     for plan in row["plans"]
                 ]
             lines += ["", *[f"- *{row['case']}*: {row['about']}" for row in rows], ""]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    return "\n".join(lines)
