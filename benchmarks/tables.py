@@ -18,6 +18,7 @@ import exercise_tables
 import results_page
 import static_tables
 import step_tables
+import user_table
 from page_tables import make_table
 
 from shardwise.chaos import report as chaos
@@ -259,6 +260,12 @@ PEER_MODELS = {"lm": "language model", "gpt2": "GPT-2 medium", "moe": "experts"}
 PEER_RATES = ("300GBs", "100GBs", "50GBs", "25GBs")
 
 
+def make_as_user_table() -> str:
+    names = ("as-user-h200.json", "as-user-gloo.json")
+    heads, lines = user_table.make(*(load(name)["rows"] for name in names))
+    return "\n".join([*make_table(heads, lines), "", note(*names) + ".", ""])
+
+
 def make_curves_table() -> str:
     """Where each lever's loss ends, and how far its curve is from the plain one."""
     name = "bytes-gloo.json"
@@ -308,12 +315,13 @@ TABLES = {
     "levers": make_levers_table,
     "lever-curves": make_curves_table,
     "peers-emulated": make_peers_table,
+    "as-user": make_as_user_table,
     **{name: partial(make_of_steps, *how) for name, how in step_tables.TABLES.items()},
     **{name: partial(make_of_static, *how) for name, how in static_tables.TABLES.items()},
     **{name: partial(make_exercise_table, *how) for name, how in exercise_tables.TABLES.items()},
 }
 PAGES = {
-    "README.md": ["step-dropin", "step", "step-device"],
+    "README.md": ["as-user", "step-dropin", "step", "step-device"],
     "docs/benchmarks.md": ["step", "step-dropin", "step-device", "attention", "attention-plain",
                            "attention-step", "peers-emulated"],
     "docs/attention.md": ["attention", "attention-default", "attention-against-cudnn",
