@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise as sw
@@ -36,6 +39,47 @@ def _state(name: str, inner: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", ("ddp", "zero1", "zero2", "zero3", "hsdp"))
 def test_full_state_dict_is_the_unsharded_one(four: Ranks, name: str) -> None:
     four.run(_state, name, {"inner": "zero2"} if name == "hsdp" else {})
+
+
+class Counted(nn.Linear):
+    """With a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 3}
+
+
+def _turn(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The state dict of old: another name, and the transposed weight."""
+    state[prefix + "old"] = state.pop(prefix + "weight").detach().mT
+
+
+def _renamed() -> None:
+    """A wrapper that takes its prefix out of names, a hook that changes names and values, and a
+    state that is no tensor.
+    """
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(3)
+        hooked = nn.Linear(6, 5)
+        hooked._register_state_dict_hook(_turn)
+        return nn.Sequential(checkpoint_wrapper(nn.Linear(7, 6)), hooked, Counted(5, 3))
+
+    expected = make().state_dict()
+    assert "1.old" in expected and "0.weight" in expected
+    model = sw.shard(make(), sw.Plan.of("zero3", mesh=dist.get_world_size()))
+    for got in (sw.full_state_dict(model), sw.full_state_dict(model, rank0_only=True)):
+        if got or dist.get_rank() == 0:
+            assert set(got) == set(expected)
+            assert got.pop("2._extra_state") == {"seen": 3}
+            assert all(torch.equal(value, expected[key]) for key, value in got.items())
+            assert not any(isinstance(value, DTensor) for value in got.values())
+
+
+def test_names_and_values_that_hooks_change_are_whole(two: Ranks) -> None:
+    two.run(_renamed)
 
 
 def _placements(name: str) -> None:

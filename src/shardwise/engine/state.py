@@ -35,46 +35,51 @@ BROADCAST_BYTES = 64 * MIB
 @outside_transforms
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = False, device: torch.device | str | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """The state dict with whole tensors, as the unsharded model would give it; a collective call.
 
     Every rank gets it, or rank 0 only (the others get an empty dict), on the model's device or on
-    `device`. Gathers one unit at a time, so the peak is one unit above the result.
+    `device`. Gathers one unit at a time, so the peak is one unit above the result. Parameters have
+    the names that the model's own state dict gives them; what is no tensor there stays as it is.
     """
     engine = engine_of(model)
     wanted = not rank0_only or dist.get_rank() == 0
-    whole: dict[str, torch.Tensor] = {}
+    whole: dict[int, torch.Tensor | None] = {}  # by the identity of the parameter
     for unit in engine.units:
         unit.adopt_changes()
         unit.hide()
         unit.parameters.copy_tied_rows()
-        for names, tensor in _gather_masters(unit):
-            if wanted:
-                moved = tensor.to(device) if device is not None else tensor
-                whole.update(dict.fromkeys(names, moved))
-    if not wanted:
-        return {}
-    state = model.state_dict()
-    return {
-        name: whole[name] if name in whole else value.detach().to(device or value.device)
-        for name, value in state.items()
-    }
+        for parameter, tensor in _gather_masters(unit):
+            moved = tensor.to(device) if device is not None and wanted else tensor
+            whole[id(parameter)] = moved if wanted else None
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in whole:
+            state[name] = whole[id(value)]
+        elif isinstance(value, torch.Tensor):
+            value = value.detach()
+            if isinstance(value, DTensor):  # a hook made it of a parameter
+                value = value.full_tensor()
+            state[name] = value.to(device or value.device)
+        else:
+            state[name] = value
+    return state if wanted else {}
 
 
-def _gather_masters(unit: Unit) -> Iterable[tuple[list[str], torch.Tensor]]:
-    """Each parameter of the unit, whole and in its own dtype, with all its names."""
+def _gather_masters(unit: Unit) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+    """Each parameter of the unit, and the same whole and in its own dtype."""
     parameters = unit.parameters
     layout, group = parameters.layout, parameters.mesh.shard
     if any(m.dtensor is not None for m in parameters.members) or any(r.dim for r in layout.rows):
-        for member, visible in zip(parameters.members, parameters.visible, strict=True):
-            yield member.names, cast(DTensor, visible.data).full_tensor()
+        for visible in parameters.visible:
+            yield visible, cast(DTensor, visible.data).full_tensor()
         return
     device, dtype = unit.mesh.device, parameters.dtype
     gathered = torch.empty((group.size, layout.shard_numel), dtype=dtype, device=device)
     group.all_gather(gathered.view(-1), parameters.master.to(device)).wait()
-    for member, rows, start in zip(parameters.members, layout.rows, layout.offsets, strict=True):
+    for visible, rows, start in zip(parameters.visible, layout.rows, layout.offsets, strict=True):
         block = gathered[:, start : start + rows.part].reshape(-1)
-        yield member.names, block[: rows.numel].clone().view(rows.shape)
+        yield visible, block[: rows.numel].clone().view(rows.shape)
 
 
 @torch.no_grad()
