@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -80,6 +81,31 @@ def _renamed() -> None:
 
 def test_names_and_values_that_hooks_change_are_whole(two: Ranks) -> None:
     two.run(_renamed)
+
+
+def _whole_is_loaded(name: str, settings: dict[str, Any]) -> None:
+    """What an unsharded model's `state_dict` gives, as a checkpoint of torch's has it."""
+    torch.manual_seed(5)
+    other = build("odd")
+    with torch.no_grad():
+        for parameter in filter(torch.is_floating_point, other.parameters()):
+            parameter.normal_()
+    tokens = token_batch(0, dist.get_rank())
+    model = sw.shard(build("odd"), sw.Plan.of(name, mesh=dist.get_world_size()))
+    for loading in (model, copy.deepcopy(model)):
+        loss_sum(loading(tokens), tokens).backward()
+        assert not any(loading.load_state_dict(other.state_dict(), **settings))
+        got = sw.full_state_dict(loading)
+        assert all(torch.equal(got[key], value) for key, value in other.state_dict().items())
+    short = other.state_dict() | {"head.weight": torch.ones(2, 7)}
+    with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+        model.load_state_dict(short)
+
+
+@pytest.mark.parametrize("settings", ({}, {"assign": True}), ids=("copied", "assigned"))
+@pytest.mark.parametrize("name", ("ddp", "zero2", "zero3"))
+def test_whole_states_are_loaded(two: Ranks, name: str, settings: dict[str, Any]) -> None:
+    two.run(_whole_is_loaded, name, settings)
 
 
 def _placements(name: str) -> None:

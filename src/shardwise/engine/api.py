@@ -17,7 +17,7 @@ from shardwise.engine.hooks import Node
 from shardwise.engine.local_step import watch_optimizers
 from shardwise.engine.mesh import Mesh, mesh_of
 from shardwise.engine.parameter_runs import ELEMENTWISE
-from shardwise.engine.state import copy_module, repeat_unit
+from shardwise.engine.state import copy_module, let_load_whole, repeat_unit
 from shardwise.engine.uneven import introduce
 from shardwise.engine.unit import Unit
 from shardwise.planning.plan import Plan, find_dtype
@@ -45,6 +45,7 @@ def shard(model: nn.Module, plan: Plan, device: torch.device | None = None) -> n
         torch_private.let_segments_grow()  # before anything that stays is allocated
     mesh = mesh_of(plan, device)
     units = attach(model, plan, mesh)
+    let_load_whole(model)
     _start(model, plan, units, mesh)
     return model
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.engine.collectives import as_sent
 from shardwise.engine.engine import engine_of, is_sharded
@@ -80,6 +80,23 @@ def _gather_masters(unit: Unit) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
     for visible, rows, start in zip(parameters.visible, layout.rows, layout.offsets, strict=True):
         block = gathered[:, start : start + rows.part].reshape(-1)
         yield visible, block[: rows.numel].clone().view(rows.shape)
+
+
+def let_load_whole(model: nn.Module) -> None:
+    """From now on `load_state_dict` also takes what an unsharded model gives."""
+    for module in model.modules():
+        if any(isinstance(p, DTensor) for p in parameters_of(module).values()):
+            module.register_load_state_dict_pre_hook(_cut_to_rows)
+
+
+def _cut_to_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """This rank's rows in the place of whole tensors, which every rank has."""
+    for name, parameter in parameters_of(module).items():
+        value = state.get(prefix + name)
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            mesh, placements = parameter.device_mesh, parameter.placements
+            state[prefix + name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
 
 
 @torch.no_grad()
