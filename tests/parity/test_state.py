@@ -98,7 +98,7 @@ def _whole_is_loaded(name: str, settings: dict[str, Any]) -> None:
         got = sw.full_state_dict(loading)
         assert all(torch.equal(got[key], value) for key, value in other.state_dict().items())
     short = other.state_dict() | {"head.weight": torch.ones(2, 7)}
-    with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
         model.load_state_dict(short)
 
 
