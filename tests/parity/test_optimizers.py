@@ -5,6 +5,7 @@ sw.local's state dicts.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise.engine import uncaught
+from shardwise.errors import UserError
 from tests.parity.models import build, loss_sum, token_batch
 from tests.parity.oracle import difference
 from tests.ranks import Ranks
@@ -152,6 +154,49 @@ def test_sharded_optimizer_takes_any_class(four: Ranks) -> None:
         assert error < 1e-5
         assert ours < 0.6 * whole
     assert sum(ours for _, ours, _ in results) == results[0][2]
+
+
+def _moved_and_added(kind: str) -> float:
+    """Parameters that get other memory (`model.to`), and a group that comes later."""
+    cls, settings = CLASSES[kind]
+    pairs = []
+    for make in (cls, functools.partial(sw.ShardedOptimizer, optimizer_class=cls)):
+        model = build("even")
+        first, *others = (p for p in model.parameters() if p.requires_grad)
+        optimizer = make(others, **settings)
+        for step in range(4):
+            if step == 1:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+            if step == 2:
+                optimizer.add_param_group({"params": [first], "lr": 0.02})
+            tokens = token_batch(step, 0)
+            loss_sum(model(tokens), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs.append((model, optimizer))
+    (alone, plain), (model, ours) = pairs
+    assert sorted(ours.full_state_dict()["state"]) == sorted(plain.state_dict()["state"])
+    return difference(dict(model.state_dict()), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ("adamw", "sgd", "trust"))
+def test_sharded_optimizer_follows_its_parameters(two: Ranks, kind: str) -> None:
+    assert max(two.run(_moved_and_added, kind)) < 1e-6
+
+
+def _refused() -> None:
+    trained = list(build("even").parameters())
+    with pytest.raises(TypeError, match="expected a class of optimizers"):
+        sw.ShardedOptimizer(trained, "adam")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="all parameters at once"):
+        sw.ShardedOptimizer(trained, torch.optim.LBFGS)
+    with pytest.raises(UserError, match=r"pass model\.parameters\(\)"):
+        sw.sharded_step([build("even")], torch.optim.SGD(trained, lr=0.1))  # type: ignore[list-item]
+
+
+def test_what_is_no_optimizer_and_no_parameter_is_refused(two: Ranks) -> None:
+    two.run(_refused)
 
 
 def _plan_state(name: str) -> tuple[int, int]:

@@ -76,7 +76,13 @@ def sharded_step(
             "the optimizer has step hooks, which would see slices, group by group: remove them, "
             "or use sw.ShardedOptimizer"
         )
-    trained = [p for p in dict.fromkeys(parameters) if p.requires_grad and p.numel()]
+    given = list(parameters)
+    for each in given:
+        if not isinstance(each, torch.Tensor):
+            raise UserError(
+                f"parameters has a {type(each).__name__}, expected tensors: pass model.parameters()"
+            )
+    trained = [p for p in dict.fromkeys(given) if p.requires_grad and p.numel()]
     known: GroupedStep | None = optimizer.__dict__.get(_KEY)
     settings = _Settings(group or dist.group.WORLD, group_bytes, layout)
     if known is None or not known.fits(trained, optimizer, settings):

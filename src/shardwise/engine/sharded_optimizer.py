@@ -71,30 +71,63 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "ShardedOptimizer needs torch.distributed: start with torchrun and call "
                 "init_process_group first"
             )
+        _check_class(optimizer_class)
         super().__init__(params, defaults)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._parameters = [p for g in self.param_groups for p in g["params"]]
-        if message_bytes is None:
+        self.group, self.message_bytes = group, message_bytes
+        self._class = optimizer_class
+        self._parameters: list[torch.Tensor] = []
+        self.shares: list[Share] = [{} for _ in range(self.world)]
+        self._pieces: dict[int, torch.Tensor] = {}
+        self._places: dict[int, int] = {}  # where in memory their parameters are
+        self.inner = optimizer_class(self._take(self.param_groups), **defaults)
+        self._ranks = Group.of("shard", group, self._parameters[0].device)
+        self._cut()
+        self.state = self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Split the new parameters as those that the constructor was given."""
+        super().add_param_group(param_group)
+        if "inner" in self.__dict__:  # else the constructor's are being added
+            (added,) = self._take(self.param_groups[-1:])
+            self.inner.add_param_group(added)
+            self._cut()
+
+    def _take(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Split the parameters of all these groups; the same groups of this rank's pieces."""
+        taken = [p for group in groups for p in group["params"]]
+        first = len(self._parameters)
+        if issubclass(self._class, ELEMENTWISE):
+            split = _split_rows(taken, self.world)
+        else:
+            split = _split_whole(
+                taken, [sum(self._parameters[i].numel() for i in share) for share in self.shares]
+            )
+        self._parameters += taken
+        for share, more in zip(self.shares, split, strict=True):
+            share.update({first + i: rows for i, rows in more.items()})
+        for i, rows in self.shares[self.rank].items():
+            if i >= first:
+                self._pieces[i] = _rows(self._parameters[i], rows).detach()
+                self._places[i] = self._parameters[i].data_ptr()
+        indices = count(first)
+        return [
+            {**group, "params": self._pieces_of([next(indices) for _ in group["params"]])}
+            for group in groups
+        ]
+
+    def _cut(self) -> None:
+        """What travels together, and what each message's update steps."""
+        nbytes = self.message_bytes
+        if nbytes is None:
             # A small model still needs groups that overlap each other.
             held = sum(p.nbytes for p in self._parameters)
-            message_bytes = min(MESSAGE_BYTES, held // LEAST_MESSAGES)
-        self.group, self.message_bytes = group, message_bytes
-        split = _split_rows if issubclass(optimizer_class, ELEMENTWISE) else _split_whole
-        self.shares = split(self._parameters, self.world)
-        self._pieces = {
-            i: _rows(self._parameters[i], rows).detach()
-            for i, rows in self.shares[self.rank].items()
-        }
-        groups = self._numbered_groups()
-        indices = [numbered["params"] for numbered in groups]
-        for numbered in groups:
-            numbered["params"] = self._pieces_of(numbered["params"])
-        self.inner = optimizer_class(groups, **defaults)
-        self._ranks = Group.of("shard", group, self._parameters[0].device)
-        self._messages = list(cut_messages(self._parameters, message_bytes))
-        # What each message's update steps, by the inner optimizer's groups; None: all at once.
+            nbytes = min(MESSAGE_BYTES, held // LEAST_MESSAGES)
+        self._messages = list(cut_messages(self._parameters, nbytes))
+        # Of each message, by the inner optimizer's groups; None: all at once.
         self._updates: list[list[list[torch.Tensor]]] | None = None
-        if optimizer_class in ELEMENTWISE and self.world > 1:
+        if self._class in ELEMENTWISE and self.world > 1:
+            indices = [numbered["params"] for numbered in self._numbered_groups()]
             self._updates = [
                 [self._pieces_of(i for i in members if i in message) for members in indices]
                 for message in map(set, self._messages)
@@ -102,7 +135,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The inner optimizer knows settings that the caller left at their defaults.
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update(_settings(theirs))
-        self.state = self.inner.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -114,8 +146,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update(_settings(ours))
         for i, rows in self.shares[self.rank].items():
-            grad = self._parameters[i].grad
-            self._pieces[i].grad = None if grad is None else _rows(grad, rows)
+            parameter, piece = self._parameters[i], self._pieces[i]
+            if parameter.data_ptr() != self._places[i]:  # `parameter.data = ...`, `model.to(...)`
+                piece.data = _rows(parameter.detach(), rows)
+                self._places[i] = parameter.data_ptr()
+            piece.grad = None if parameter.grad is None else _rows(parameter.grad, rows)
         if self._updates is None:
             self.inner.step()
         self._go_by_messages()
@@ -254,12 +289,28 @@ def _split_rows(parameters: list[torch.Tensor], world: int) -> list[Share]:
     return shares
 
 
-def _split_whole(parameters: list[torch.Tensor], world: int) -> list[Share]:
-    """Whole parameters, the largest first, each to the rank that has least."""
-    shares: list[Share] = [{} for _ in range(world)]
-    held = [0] * world
+def _split_whole(parameters: list[torch.Tensor], held: list[int]) -> list[Share]:
+    """Whole parameters, the largest first, each to the rank that holds least; `held` is counted
+    on.
+    """
+    shares: list[Share] = [{} for _ in held]
     for i in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
         rank = held.index(min(held))
         held[rank] += parameters[i].numel()
         shares[rank][i] = slice(*Rows(tuple(parameters[i].shape), 1).span(0))
     return [dict(sorted(share.items())) for share in shares]
+
+
+def _check_class(optimizer_class: Any) -> None:
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
+        raise TypeError(
+            f"optimizer_class is {optimizer_class!r:.60}, expected a class of optimizers, such as "
+            "torch.optim.AdamW"
+        )
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS looks for a step along all parameters at once, so ranks cannot step shares: "
+            "use it unsharded"
+        )
