@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardwise.engine import marks, torch_private
 from shardwise.engine.across import Across, across_of
 from shardwise.engine.near import LARGEST, MOST_RANKS, Message, Near, meet
+from shardwise.engine.process import rest_at_exit
 from shardwise.engine.records import Call, open_records
 from shardwise.engine.words import Control, PerWorld, control_of
 from shardwise.watch import rank as watched
@@ -145,6 +146,7 @@ class Group:
         cls, axis: str, group: dist.ProcessGroup | None, device: torch.device, plain: bool = False
     ) -> Group:
         """A group of torch's (None: all ranks). Where it is not `plain`, all of its ranks call."""
+        rest_at_exit()
         group = group or dist.group.WORLD
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         control = control_of(group)

@@ -159,7 +159,6 @@ def groups_on(
     """
     # What a process needs before its first sharded model: said or done once.
     warn_if_untested()
-    process.rest_at_exit()
     watch_ranks()
     if device.type == "cpu":
         processor.settle()

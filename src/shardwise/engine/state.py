@@ -72,7 +72,9 @@ def _gather_masters(unit: Unit) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
     layout, group = parameters.layout, parameters.mesh.shard
     if any(m.dtensor is not None for m in parameters.members) or any(r.dim for r in layout.rows):
         for visible in parameters.visible:
-            yield visible, cast(DTensor, visible.data).full_tensor()
+            tensor = cast(DTensor, visible.data).full_tensor()
+            own = tensor.data_ptr() != local_of(visible.data).data_ptr()
+            yield visible, tensor if own else tensor.clone()  # one rank has it whole already
         return
     device, dtype = unit.mesh.device, parameters.dtype
     gathered = torch.empty((group.size, layout.shard_numel), dtype=dtype, device=device)

@@ -282,12 +282,21 @@ class Parameters:
             whole.data.copy_(shown.data)
             shown.data = whole
 
+    def _registered(self) -> list[nn.Parameter]:
+        """What hangs in the members' places now."""
+        pairs = zip(self.members, self.visible, strict=True)
+        return [member.registered(visible) for member, visible in pairs]
+
+    def are_alike(self) -> bool:
+        """Whether what hangs in the modules has one dtype and one device."""
+        locals_ = [local_of(parameter.data) for parameter in self._registered()]
+        return len({(local.dtype, local.device) for local in locals_}) == 1
+
     def adopt(self) -> None:
         """Take over parameters that were moved, cast, given memory, replaced or tied in their
         modules.
         """
-        pairs = zip(self.members, self.visible, strict=True)
-        found = [member.registered(visible) for member, visible in pairs]
+        found = self._registered()
         locals_ = [local_of(parameter.data) for parameter in found]
         for i, parameter in enumerate(found):
             self._check_adoptable(i, parameter, locals_[i], locals_[0])

@@ -240,11 +240,14 @@ class FSDPModule(TorchFSDPModule):
         return sharding
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Cast or move the sharded parameters, then take over what they became."""
+        """Cast or move the sharded parameters, then take over what they became; those of several
+        modules sharded as one group once the last of these is done.
+        """
         self.reshard()
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in _units(self):
-            unit.adopt_changes()
+            if unit.parameters.are_alike():
+                unit.adopt_changes()
         return result
 
 

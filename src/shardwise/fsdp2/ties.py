@@ -35,9 +35,18 @@ class Home:
         visible.__dict__[_HOME] = weakref.ref(self)
         self.elsewhere: Places = []  # places in modules of other calls
 
-    def tie(self, places: Places) -> None:
-        """Hang the sharded parameter in these places too; a group to come will cover them."""
-        _, unit, at = self._find()
+    def tie(self, places: Places, roots: list[nn.Module]) -> None:
+        """Hang the sharded parameter in these places too; a group to come will cover them. Error
+        where it is their own: `roots` are inside a module that was sharded before them.
+        """
+        sharding, unit, at = self._find()
+        inside = {module for outer in sharding.modules for module in outer.modules()}
+        if any(root in inside for root in roots) and set(places) & set(self.member.places):
+            name = type(roots[0]).__name__
+            raise ValueError(
+                f"fully_shard was called on a module that contains this {name} before and took its "
+                f"parameters (here {self.member.name!r}); call it bottom-up: children first"
+            )
         for module, key in places:
             torch_private.parameters_of(module)[key] = unit.parameters.visible[at]
         self.elsewhere += places

@@ -223,7 +223,7 @@ def _group(
     for parameter, hangs in parameters:
         home = ties.home_of(parameter)
         if home is not None:
-            home.tie(hangs)
+            home.tie(hangs, roots)
             continue
         dim, own_axes = _placement(parameter, axes, placement_fn)
         nested = meshes.nest(hangs[0][1], parameter, own_axes, dim)

@@ -57,10 +57,12 @@ def meta_must_be_materialised(api: Api) -> None:
         model(_data(0, 0))
 
 
-@case(2)
-def meta_then_reset(api: Api) -> None:
-    """`to_empty`, then each module's `reset_parameters`."""
-    model = _meta(api)
+@case(2, style=("blocks", "list_with_head"))
+def meta_then_reset(api: Api, style: str) -> None:
+    """`to_empty`, then each module's `reset_parameters`; also of modules that are one group, which
+    get memory one after the other.
+    """
+    model = _meta(api, style=style)
     model.to_empty(device="cpu")
     assert all(p.device.type == "cpu" and isinstance(p, DTensor) for p in model.parameters())
     torch.manual_seed(3)
@@ -194,11 +196,11 @@ CONVERSIONS = {
 }
 
 
-@case(2, how=tuple(CONVERSIONS))
-def converted_after_wrapping(api: Api, how: str) -> None:
+@case(2, how=tuple(CONVERSIONS), style=("blocks", "list_with_head"))
+def converted_after_wrapping(api: Api, how: str, style: str) -> None:
     """Before the first forward: parameters, gradients and compute follow the new dtype."""
     alone, model = twins(Stack, *ODD)
-    wrap(api, model, mesh=line())
+    wrap(api, model, style, mesh=line())
     assert CONVERSIONS[how](model) is model
     alone.double()
     for parameter in model.parameters():

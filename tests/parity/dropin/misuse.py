@@ -23,6 +23,7 @@ from tests.parity.dropin.common import (
 )
 from tests.parity.dropin.models import Stack, wrap
 from tests.parity.dropin.setters import CountingGather
+from tests.parity.models import Block
 
 
 def _linear(api: Api, **settings: Any) -> Any:
@@ -35,6 +36,18 @@ def containers(api: Api, kind: str) -> None:
     container = nn.ModuleList([part]) if kind == "ModuleList" else nn.ModuleDict({"a": part})
     with raises(ValueError, "containers that do not implement forward"):
         api.fully_shard(container, mesh=line())
+
+
+@case(2, part=("layer", "list"))
+def children_after_parents(api: Api, part: str) -> None:
+    """torch's message is an invariant of its own. Nothing is changed by the refused call."""
+    model = api.fully_shard(Stack(), mesh=line())
+    kind = TypeError if api.engine == "torch" else ValueError
+    said = "value was None" if api.engine == "torch" else "before and took.*children first"
+    with raises(kind, said):
+        api.fully_shard(model.layers[0] if part == "layer" else list(model.layers), mesh=line())
+    assert type(model.layers[0]) is Block
+    model(batch(0, 0)).sum().backward()
 
 
 @case(2)

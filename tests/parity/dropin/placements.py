@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import shardwise as sw
 from tests.parity.dropin.catalog import Api, case
 from tests.parity.dropin.common import (
     WIDTH,
@@ -258,3 +259,17 @@ def shared_submodule(api: Api) -> None:
     api.fully_shard(model, mesh=line())
     assert model.a is model.b and isinstance(model.b.weight, DTensor)
     assert_trains_alike(model, alone)
+
+
+@case(2, engines=("shardwise",), dim=(0, 1))
+def whole_state_of_one_rank(api: Api, dim: int) -> None:
+    """What no rank has to gather is copied all the same: training does not change it afterwards."""
+    _, model = twins(Stack)
+    wrap(api, model, mesh=alone_mesh(), shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)))
+    found = sw.full_state_dict(model)
+    before = {name: value.clone() for name, value in found.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(value, before[name]) for name, value in found.items())
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == len(found)
