@@ -428,6 +428,23 @@ def two_optimizers_in_their_own_time(wrap: Wrap, ranks: list[int]) -> Any:
     return model, []
 
 
+@program
+def a_line_search(wrap: Wrap, ranks: list[int]) -> Any:
+    """Decided by the loss, of which each rank has its own."""
+    model, seen = wrap(blocks()), list[torch.Tensor]()
+    opt = torch.optim.LBFGS(model.parameters(), 0.1, 4, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = model(rows(len(seen), ranks)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        seen.append(opt.step(closure).detach())  # type: ignore[arg-type]
+    return model, seen
+
+
 def _compare(name: str, way: str) -> None:
     def wrap(model: nn.Module) -> nn.Module:
         if way != "fully_shard":
