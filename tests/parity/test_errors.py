@@ -406,3 +406,20 @@ def _frozen_here(name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_parameter_frozen_on_some_ranks(two: Ranks, name: str) -> None:
     two.run(_frozen_here, name)
+
+
+def _part_of_a_number(way: str) -> None:
+    model = _shard(way, 2)
+    loss_sum(model(token_batch(0, 0)), token_batch(0, 0)).backward()
+    gradient = model.embed.weight.grad
+    for ask in (float, bool, torch.Tensor.item):
+        with pytest.raises(RuntimeError, match=r"its own part .*Ask for the whole on all ranks"):
+            ask(gradient.norm())
+    whole = [p.grad.full_tensor().norm() for p in model.parameters()]
+    assert gradient.norm().full_tensor().item() == pytest.approx(whole[0].item())
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True) > 0
+
+
+@pytest.mark.parametrize("way", ("zero1", "zero3"))
+def test_a_number_of_which_a_rank_has_a_part(two: Ranks, way: str) -> None:
+    two.run(_part_of_a_number, way)
