@@ -418,6 +418,8 @@ def _part_of_a_number(way: str) -> None:
     whole = [p.grad.full_tensor().norm() for p in model.parameters()]
     assert gradient.norm().full_tensor().item() == pytest.approx(whole[0].item())
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True) > 0
+    with pytest.raises(RuntimeError, match="Adafactor takes norms of whole matrices"):
+        torch.optim.Adafactor(model.parameters()).step()
 
 
 @pytest.mark.parametrize("way", ("zero1", "zero3"))

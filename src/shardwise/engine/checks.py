@@ -348,8 +348,17 @@ def find_owners(modules: Iterable[nn.Module]) -> dict[int, tuple[str, ...]]:
 
 
 def check_unmoved(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Error if the optimizer is from before sharding, or from while parameters were gathered."""
+    """Error if the optimizer is from before sharding, or from while parameters were gathered; or
+    cannot step DTensors.
+    """
     for parameter in parameters:
+        cut = isinstance(parameter, DTensor) and engine_training(parameter) is not None
+        if cut and isinstance(optimizer, torch.optim.Adafactor):
+            raise RuntimeError(
+                "torch's Adafactor takes norms of whole matrices, and cannot step parameters that "
+                "are sharded. Keep them whole and shard its state: Plan.of('ddp', ...), or no "
+                "Plan, and sw.ShardedOptimizer(model.parameters(), torch.optim.Adafactor, lr=...)"
+            )
         moved = getattr(parameter, "_shardwise_moved", None)
         if moved is not None and getattr(parameter, "_shardwise_full", False):
             raise RuntimeError(
