@@ -428,6 +428,25 @@ def two_optimizers_in_their_own_time(wrap: Wrap, ranks: list[int]) -> Any:
     return model, []
 
 
+class Empty(nn.Module):
+    """Its own parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(WIDTH, 1), nn.Parameter(torch.zeros(2, 0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.empty.sum()
+
+
+@program
+def parameters_without_elements(wrap: Wrap, ranks: list[int]) -> Any:
+    model = wrap(Empty())
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    train(opt, lambda step: model(rows(step, ranks)).square().mean())
+    return model, []
+
+
 @program
 def a_line_search(wrap: Wrap, ranks: list[int]) -> Any:
     """Decided by the loss, of which each rank has its own."""

@@ -132,6 +132,8 @@ class UnitGather:
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""
+        if not self.parts:  # parameters without elements
+            return DONE, None
         if self.group.size == 1:
             self.full.copy_(self.source)
             return DONE, None
