@@ -330,6 +330,8 @@ def _writing(name: str, how: str) -> None:
                 bounded = self.weight.clamp(-0.1, 0.1)
                 if how == "in place":
                     self.weight.copy_(bounded)
+                elif how == "other memory":
+                    self.weight.data = bounded
                 else:
                     self.weight.data.copy_(bounded)
             return super().forward(x)
@@ -340,12 +342,15 @@ def _writing(name: str, how: str) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("how", ["in place", "through data"])
+@pytest.mark.parametrize("how", ["in place", "through data", "other memory"])
 def test_a_forward_that_writes_to_gathered_parameters(two: Ranks, how: str) -> None:
     """What it writes would be lost, in silence."""
     for name in ("zero1", "zero2", "zero3"):
         _raises(two, _writing, name, how, match="forward of Bounded wrote .* unit .*'1.weight'")
-    two.run(_writing, "ddp", how)  # there it stays
+    if how == "other memory":
+        _raises(two, _writing, "ddp", how, match=r"wrote .* unit .*\('1.weight'\)")
+    else:
+        two.run(_writing, "ddp", how)  # there it stays
 
 
 def _loops_inside_each_other(name: str) -> None:

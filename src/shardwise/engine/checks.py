@@ -425,16 +425,20 @@ def tell_written(unit: Unit, module: nn.Module, is_error: bool) -> None:
     """A training forward wrote to gathered parameters, which is lost: only this rank's rows of the
     masters stay. An error under a Plan, a warning through the drop-in.
     """
-    names = [member.name for member in unit.parameters.members]
+    p = unit.parameters
+    names = [p.members[i].name for i in p.moved_shown] or [member.name for member in p.members]
     more = f" and {len(names) - 3} more" if names[3:] else ""
     shown = ", ".join(map(repr, names[:3])) + more
     message = (
-        f"the forward of {type(module).__name__} wrote in place to a parameter of unit "
-        f"{unit.name!r} ({shown}) while it was gathered; that is lost when the unit is "
-        "gathered anew. Constrain the parameter between steps (under torch.no_grad(), on the "
-        "model's own parameter) or compute what is used from it in forward (a parametrization)"
+        f"the forward of {type(module).__name__} wrote in place, or other memory (`p.data = `), to "
+        f"a parameter of unit {unit.name!r} ({shown}) while it was gathered; that is lost when the "
+        "unit is gathered anew. Constrain the parameter between steps (under torch.no_grad(), on "
+        "the model's own parameter) or compute what is used from it in forward (a parametrization)"
     )
     if is_error:
-        raise RuntimeError(f"{message}; or let the Plan keep it whole (whole=[...])")
+        raise RuntimeError(
+            f"{message}; or let the Plan keep it whole (ddp, or whole=[...]) and write in place "
+            "(p.data.copy_)"
+        )
     unit.note_writes()
     warnings.warn(f"{message}. Under torch's fully_shard it is lost, too", stacklevel=3)
