@@ -4,6 +4,8 @@ cases.
 
 from __future__ import annotations
 
+import copy
+import io
 import re
 import time
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine import uncaught
 from tests.parity.models import Model, build, loss_sum, token_batch
 from tests.parity.oracle import MAX_NORM, STEPS, difference, train_alone
 from tests.ranks import RankError, Ranks
@@ -430,3 +433,19 @@ def _part_of_a_number(way: str) -> None:
 @pytest.mark.parametrize("way", ("zero1", "zero3"))
 def test_a_number_of_which_a_rank_has_a_part(two: Ranks, way: str) -> None:
     two.run(_part_of_a_number, way)
+
+
+def _used_as_a_plain_model(way: str) -> None:
+    model = _shard(way, 2)
+    with pytest.raises(TypeError, match=r"Model is sharded and cannot be pickled.* sw.save"):
+        torch.save(model, io.BytesIO())
+    copy.deepcopy(model)
+    weight = model.embed.weight
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        weight - torch.zeros(weight.shape)
+    uncaught.explain(caught.value)
+    assert "full_tensor(), which all ranks call" in str(caught.value)
+
+
+def test_a_sharded_model_used_as_a_plain_one(two: Ranks) -> None:
+    two.run(_used_as_a_plain_model, "zero3")
