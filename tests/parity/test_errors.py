@@ -252,6 +252,14 @@ def test_no_process_group() -> None:
         _shard("zero3", 2)
 
 
+def test_two_parameters_over_the_same_memory() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    model[1].weight.data = model[0].weight.data
+    for name in ("ddp", "zero3"):
+        with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' are two, over the same"):
+            sw.shard(model, sw.Plan.of(name, mesh=1))
+
+
 def _meta() -> None:
     with torch.device("meta"):
         model = build("even")

@@ -293,6 +293,21 @@ def check_memory(units: list[Unit]) -> None:
         )
 
 
+def check_apart(model: nn.Module) -> None:
+    """Error for two parameters over the same memory: sharded, each would get its own."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or isinstance(parameter, DTensor) or not parameter.numel():
+            continue
+        other = names.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise ValueError(
+                f"parameters {other!r} and {name!r} are two, over the same memory; sharded, they "
+                "would have different values. Let them be one parameter (head.weight = "
+                "embed.weight, not head.weight.data = ...), or give one a copy (.clone())"
+            )
+
+
 def check_structure(structure: Structure, may_grow: bool) -> None:
     """Error if a module with parameters, or a parameter, was replaced since, or unless it
     `may_grow` added or taken out. (A parameter put in another's place is found when its unit is
