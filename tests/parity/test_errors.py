@@ -4,6 +4,8 @@ cases.
 
 from __future__ import annotations
 
+import copy
+import io
 import re
 import time
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine import uncaught
 from tests.parity.models import Model, build, loss_sum, token_batch
 from tests.parity.oracle import MAX_NORM, STEPS, difference, train_alone
 from tests.ranks import RankError, Ranks
@@ -249,6 +252,14 @@ def test_no_process_group() -> None:
         _shard("zero3", 2)
 
 
+def test_two_parameters_over_the_same_memory() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    model[1].weight.data = model[0].weight.data
+    for name in ("ddp", "zero3"):
+        with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' are two, over the same"):
+            sw.shard(model, sw.Plan.of(name, mesh=1))
+
+
 def _meta() -> None:
     with torch.device("meta"):
         model = build("even")
@@ -330,6 +341,8 @@ def _writing(name: str, how: str) -> None:
                 bounded = self.weight.clamp(-0.1, 0.1)
                 if how == "in place":
                     self.weight.copy_(bounded)
+                elif how == "other memory":
+                    self.weight.data = bounded
                 else:
                     self.weight.data.copy_(bounded)
             return super().forward(x)
@@ -340,12 +353,15 @@ def _writing(name: str, how: str) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("how", ["in place", "through data"])
+@pytest.mark.parametrize("how", ["in place", "through data", "other memory"])
 def test_a_forward_that_writes_to_gathered_parameters(two: Ranks, how: str) -> None:
     """What it writes would be lost, in silence."""
     for name in ("zero1", "zero2", "zero3"):
         _raises(two, _writing, name, how, match="forward of Bounded wrote .* unit .*'1.weight'")
-    two.run(_writing, "ddp", how)  # there it stays
+    if how == "other memory":
+        _raises(two, _writing, "ddp", how, match=r"wrote .* unit .*\('1.weight'\)")
+    else:
+        two.run(_writing, "ddp", how)  # there it stays
 
 
 def _loops_inside_each_other(name: str) -> None:
@@ -406,3 +422,38 @@ def _frozen_here(name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_parameter_frozen_on_some_ranks(two: Ranks, name: str) -> None:
     two.run(_frozen_here, name)
+
+
+def _part_of_a_number(way: str) -> None:
+    model = _shard(way, 2)
+    loss_sum(model(token_batch(0, 0)), token_batch(0, 0)).backward()
+    gradient = model.embed.weight.grad
+    for ask in (float, bool, torch.Tensor.item):
+        with pytest.raises(RuntimeError, match=r"its own part .*Ask for the whole on all ranks"):
+            ask(gradient.norm())
+    whole = [p.grad.full_tensor().norm() for p in model.parameters()]
+    assert gradient.norm().full_tensor().item() == pytest.approx(whole[0].item())
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True) > 0
+    with pytest.raises(RuntimeError, match="Adafactor takes norms of whole matrices"):
+        torch.optim.Adafactor(model.parameters()).step()
+
+
+@pytest.mark.parametrize("way", ("zero1", "zero3"))
+def test_a_number_of_which_a_rank_has_a_part(two: Ranks, way: str) -> None:
+    two.run(_part_of_a_number, way)
+
+
+def _used_as_a_plain_model(way: str) -> None:
+    model = _shard(way, 2)
+    with pytest.raises(TypeError, match=r"Model is sharded and cannot be pickled.* sw.save"):
+        torch.save(model, io.BytesIO())
+    copy.deepcopy(model)
+    weight = model.embed.weight
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        weight - torch.zeros(weight.shape)
+    uncaught.explain(caught.value)
+    assert "full_tensor(), which all ranks call" in str(caught.value)
+
+
+def test_a_sharded_model_used_as_a_plain_one(two: Ranks) -> None:
+    two.run(_used_as_a_plain_model, "zero3")

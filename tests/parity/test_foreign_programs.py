@@ -428,6 +428,42 @@ def two_optimizers_in_their_own_time(wrap: Wrap, ranks: list[int]) -> Any:
     return model, []
 
 
+class Empty(nn.Module):
+    """Its own parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(WIDTH, 1), nn.Parameter(torch.zeros(2, 0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.empty.sum()
+
+
+@program
+def parameters_without_elements(wrap: Wrap, ranks: list[int]) -> Any:
+    model = wrap(Empty())
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    train(opt, lambda step: model(rows(step, ranks)).square().mean())
+    return model, []
+
+
+@program
+def a_line_search(wrap: Wrap, ranks: list[int]) -> Any:
+    """Decided by the loss, of which each rank has its own."""
+    model, seen = wrap(blocks()), list[torch.Tensor]()
+    opt = torch.optim.LBFGS(model.parameters(), 0.1, 4, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = model(rows(len(seen), ranks)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        seen.append(opt.step(closure).detach())  # type: ignore[arg-type]
+    return model, seen
+
+
 def _compare(name: str, way: str) -> None:
     def wrap(model: nn.Module) -> nn.Module:
         if way != "fully_shard":

@@ -40,6 +40,7 @@ def shard(model: nn.Module, plan: Plan, device: torch.device | None = None) -> n
         )
     device = device or find_device(model)
     plan = plan.resolve(model)
+    checks.check_apart(model)
     checks.check_plan(plan)
     if device.type == "cuda":
         torch_private.let_segments_grow()  # before anything that stays is allocated

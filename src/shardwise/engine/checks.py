@@ -293,6 +293,21 @@ def check_memory(units: list[Unit]) -> None:
         )
 
 
+def check_apart(model: nn.Module) -> None:
+    """Error for two parameters over the same memory: sharded, each would get its own."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or isinstance(parameter, DTensor) or not parameter.numel():
+            continue
+        other = names.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise ValueError(
+                f"parameters {other!r} and {name!r} are two, over the same memory; sharded, they "
+                "would have different values. Let them be one parameter (head.weight = "
+                "embed.weight, not head.weight.data = ...), or give one a copy (.clone())"
+            )
+
+
 def check_structure(structure: Structure, may_grow: bool) -> None:
     """Error if a module with parameters, or a parameter, was replaced since, or unless it
     `may_grow` added or taken out. (A parameter put in another's place is found when its unit is
@@ -348,8 +363,17 @@ def find_owners(modules: Iterable[nn.Module]) -> dict[int, tuple[str, ...]]:
 
 
 def check_unmoved(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Error if the optimizer is from before sharding, or from while parameters were gathered."""
+    """Error if the optimizer is from before sharding, or from while parameters were gathered; or
+    cannot step DTensors.
+    """
     for parameter in parameters:
+        cut = isinstance(parameter, DTensor) and engine_training(parameter) is not None
+        if cut and isinstance(optimizer, torch.optim.Adafactor):
+            raise RuntimeError(
+                "torch's Adafactor takes norms of whole matrices, and cannot step parameters that "
+                "are sharded. Keep them whole and shard its state: Plan.of('ddp', ...), or no "
+                "Plan, and sw.ShardedOptimizer(model.parameters(), torch.optim.Adafactor, lr=...)"
+            )
         moved = getattr(parameter, "_shardwise_moved", None)
         if moved is not None and getattr(parameter, "_shardwise_full", False):
             raise RuntimeError(
@@ -416,16 +440,20 @@ def tell_written(unit: Unit, module: nn.Module, is_error: bool) -> None:
     """A training forward wrote to gathered parameters, which is lost: only this rank's rows of the
     masters stay. An error under a Plan, a warning through the drop-in.
     """
-    names = [member.name for member in unit.parameters.members]
+    p = unit.parameters
+    names = [p.members[i].name for i in p.moved_shown] or [member.name for member in p.members]
     more = f" and {len(names) - 3} more" if names[3:] else ""
     shown = ", ".join(map(repr, names[:3])) + more
     message = (
-        f"the forward of {type(module).__name__} wrote in place to a parameter of unit "
-        f"{unit.name!r} ({shown}) while it was gathered; that is lost when the unit is "
-        "gathered anew. Constrain the parameter between steps (under torch.no_grad(), on the "
-        "model's own parameter) or compute what is used from it in forward (a parametrization)"
+        f"the forward of {type(module).__name__} wrote in place, or other memory (`p.data = `), to "
+        f"a parameter of unit {unit.name!r} ({shown}) while it was gathered; that is lost when the "
+        "unit is gathered anew. Constrain the parameter between steps (under torch.no_grad(), on "
+        "the model's own parameter) or compute what is used from it in forward (a parametrization)"
     )
     if is_error:
-        raise RuntimeError(f"{message}; or let the Plan keep it whole (whole=[...])")
+        raise RuntimeError(
+            f"{message}; or let the Plan keep it whole (ddp, or whole=[...]) and write in place "
+            "(p.data.copy_)"
+        )
     unit.note_writes()
     warnings.warn(f"{message}. Under torch's fully_shard it is lost, too", stacklevel=3)

@@ -54,6 +54,11 @@ class ExtendedParameters(Parameters):
         self._bound = local if member.stays and _HOOKS[0] in local.__dict__ else None
         super().__init__([member], mesh)
 
+    @property
+    def moved_shown(self) -> list[int]:
+        """None: its own gather says where it stands."""
+        return []
+
     def _make_master(self, like: torch.Tensor) -> torch.Tensor:
         """This rank's rows, inside of `padded`, which has as many on every rank and travels."""
         rows = self.layout.rows[0]

@@ -56,6 +56,13 @@ class Node:
             _let_norms_compute_as_their_statistics(module)
         self.hang()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self.module).__name__} is sharded and cannot be pickled (torch.save(model), "
+            "another process): it holds this rank's rows and process groups. Save "
+            "sw.full_state_dict(model) or model.state_dict(), or call sw.save on all ranks"
+        )
+
     @property
     def engine(self) -> Engine:
         if self._engine is None:

@@ -68,6 +68,8 @@ def _before_step(
         engine.check_reduced()
     if static.on is not None:
         static.on.meet_optimizer(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return _with_common_loss(known, args, kwargs)
     if not engines:
         return None
     if not optimizer.state and engines[0].mesh.device.type == "cuda":
@@ -86,6 +88,30 @@ def _make_room_for_state() -> None:
     """
     if not torch_private.is_recording():
         torch.cuda.empty_cache()
+
+
+def _with_common_loss(
+    known: LocalStep, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """LBFGS decides by the loss that its closure returns, and ranks must decide alike. So it gets
+    what the summed gradients are those of: the sum of the ranks' losses, or their average. One that
+    all ranks return alike stays as it is.
+    """
+    optimizer, closure = args[0], args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None  # torch's own error
+
+    def of_all_ranks() -> Any:
+        loss = closure()
+        engines = known.find_engines(optimizer)  # some are known after the first forward only
+        losses = engines[0].agreement.everybody(float(loss)) if engines else []
+        if len(set(losses)) < 2:
+            return loss
+        averages = engines[0].plan is None or engines[0].plan.average
+        common = sum(losses) / (len(losses) if averages else 1)
+        return torch.full_like(loss.detach(), common) if torch.is_tensor(loss) else common
+
+    return (optimizer, of_all_ranks), {}
 
 
 def _takes(optimizer: torch.optim.Optimizer) -> bool:

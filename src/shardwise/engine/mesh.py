@@ -23,6 +23,7 @@ from shardwise.engine import process, uncaught
 from shardwise.engine.collectives import Group
 from shardwise.engine.torch_private import (
     DTensorSpec,
+    ask_for_whole_numbers,
     completed,
     default_store,
     in_process,
@@ -141,6 +142,7 @@ def mesh_of(plan: Plan, device: torch.device) -> Mesh:
     k = plan.keep_after_forward
     # DTensors live on the caller's mesh, or on the axes that are there.
     seen = both if own is not None or plan.replicate > 1 else both["shard"]
+    ask_for_whole_numbers(seen)
     keep = 0 if k is None or isinstance(k, bool) else k
     return groups_on(both, axes, device, seen, keep, plain=False)
 

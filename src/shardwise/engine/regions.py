@@ -90,6 +90,8 @@ class Region:
         self.gaps = Gaps(-(-head // PAGE) * PAGE, _ADDRESSES)
 
     def bytes_at(self, start: int, nbytes: int) -> torch.Tensor:
+        if not nbytes:  # parameters without elements
+            return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
 
     # What its owner says

@@ -267,12 +267,19 @@ class Parameters:
                 whole = dtensor.whole.wrap(whole)
         return nn.Parameter(whole, requires_grad=self.visible[i].requires_grad)
 
+    @property
+    def moved_shown(self) -> list[int]:
+        """Which shown parameters were given other memory than in `full` (`p.data = `)."""
+        return [
+            i
+            for i, (member, shown) in enumerate(zip(self.members, self.shown, strict=True))
+            if member.dtensor is None and shown.data_ptr() != self._whole(i).data_ptr()
+        ]
+
     def restore_shown(self) -> None:
         """Let the shown parameters stand on `full` again, with the values they have now."""
-        for i, (member, shown) in enumerate(zip(self.members, self.shown, strict=True)):
-            whole = self._whole(i)
-            if member.dtensor is not None or shown.data_ptr() == whole.data_ptr():
-                continue
+        for i in self.moved_shown:
+            member, shown, whole = self.members[i], self.shown[i], self._whole(i)
             if (shown.shape, shown.dtype) != (whole.shape, whole.dtype):
                 raise RuntimeError(
                     f"parameter {member.name!r} became a {shown.dtype} of shape "

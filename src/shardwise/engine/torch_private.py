@@ -648,6 +648,31 @@ def _reduce(tensor: DTensor, protocol: Any) -> Any:
     return torch.Tensor.__reduce_ex__(same, protocol)
 
 
+_whole_numbers: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
+def ask_for_whole_numbers(mesh: DeviceMesh) -> None:
+    """From now on `item()`, `float()` and `bool()` of DTensors on `mesh` are errors where a rank
+    has a part of the number only (`p.grad.norm()`): torch takes that part for the number.
+    """
+    _whole_numbers.add(mesh)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _number
+
+
+def _number(item: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    mesh, placements = tensor.device_mesh, tensor.placements
+    parts = [at for at, of in enumerate(placements) if mesh.size(at) > 1 and not of.is_replicate()]
+    if parts and mesh in _whole_numbers:
+        raise RuntimeError(
+            "a number (item(), float(), bool(), if) was asked of a DTensor of which each rank has "
+            f"its own part (placements {tuple(placements)}), so ranks would get different ones. "
+            "Ask for the whole on all ranks first: value.full_tensor().item()"
+        )
+    return item(local_tensor(tensor))
+
+
 class Standing:
     """Where many parameters hang, and on which memory, for whoever looks at all of them before
     every step: without the storage that a DTensor has beside its values.

@@ -19,6 +19,14 @@ _HINTS = {
         "largest of its rows; use shardwise.clip_grad_norm(model, max_norm, norm_type=inf), which "
         "all ranks call"
     ),
+    re.compile(r"(got mixed torch\.Tensor and DTensor)"): (
+        "outside of its forward a sharded model's parameters and gradients are DTensors, and so is "
+        "what is computed from them. Call the model, not model.forward. For a loss, a log or an "
+        "average beside plain tensors use value.full_tensor(), which all ranks call; to load plain "
+        "weights torch's set_model_state_dict with StateDictOptions(full_state_dict=True). After "
+        "a forward that no backward follows some parameters are plain: evaluate under "
+        "torch.no_grad()"
+    ),
 }
 
 

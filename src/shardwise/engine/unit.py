@@ -132,6 +132,8 @@ class UnitGather:
 
     def start(self) -> tuple[Handle, Unpack]:
         """Issue the gather; `unpack` is to run when it has ended."""
+        if not self.parts:  # parameters without elements
+            return DONE, None
         if self.group.size == 1:
             self.full.copy_(self.source)
             return DONE, None
@@ -490,17 +492,22 @@ class Unit(ScheduledUnit):
 
     def is_written(self, all_ran: bool) -> bool:
         """As autograd counts it, so not through `.data`: once, when all modules of the unit have
-        run, this rank's own rows are compared. Masters that are shown themselves keep what is
-        written to them.
+        run, this rank's own rows are compared, and on which memory the shown parameters stand.
+        Masters that are shown themselves keep what is written to them.
         """
-        if self.aliased:
-            return False
-        if torch_private.writes_of(self.parameters.shown[0]) != self._writes:
+        if not self.aliased and torch_private.writes_of(self.parameters.shown[0]) != self._writes:
             return True
         if self._looked or self.running or not all_ran:
             return False
         self._looked, gather = True, self._from_shards
-        if type(gather) is not UnitGather or gather.group.control is None or torch_private.emulated:
+        if self.parameters.moved_shown:
+            return True
+        if (
+            self.aliased
+            or type(gather) is not UnitGather
+            or gather.group.control is None
+            or torch_private.emulated
+        ):
             return False  # what was gathered is not what was sent
         return not gather.has_bits_of_source
 
