@@ -40,6 +40,7 @@ from shardwise.description.tracing.real_run import (
     check_fits,
     choose_device,
     copy_with_values,
+    staying,
     tell,
     with_values,
 )
@@ -239,7 +240,7 @@ def _trace(
     hook(copied, recorder, setting.casts, setting.dtype, setting.checkpoint, setting.recomputing)
     args, kwargs = given
     with uncompiled(), whole_sequences(), recorder.recording(), kernels.active():
-        with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
+        with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor), staying():
             if setting.loss is not None:
                 scalar = _check_loss(setting.loss(copied, *args, **kwargs))
             else:
