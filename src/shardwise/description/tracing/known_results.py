@@ -21,6 +21,8 @@ from shardwise.description.tracing.torch_private import (
     schema_of,
 )
 
+aten = torch.ops.aten
+
 _Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
@@ -62,14 +64,29 @@ class KnownResults:
 
 
 def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator itself, but for grouped products in another dtype than bfloat16: the meta device
-    refuses them, and devices with values do not.
+    """The operator itself, but for what the meta device does otherwise than those with values: it
+    refuses grouped products in another dtype than bfloat16, and lays every convolved image plainly.
     """
     if op in grouped_products and len(args) > 1:
         a, b = args[:2]
         if a.is_meta and a.dtype == b.dtype != torch.bfloat16:
             return _group(a, b, args[2] if len(args) > 2 else kwargs.get("offs"))
-    return op(*args, **kwargs)
+    out = op(*args, **kwargs)
+    if op is aten.convolution.default:
+        return _arranged(out, args[:2])
+    if op is aten.convolution_backward.default:
+        return tuple(_arranged(each, args[1:3]) for each in out)
+    return out
+
+
+def _arranged(image: Tensor | None, read: tuple[Tensor, ...]) -> Tensor | None:
+    """With its channels last, if those of the image or the weight that were read come last."""
+    if image is None or image.dim() != 4 or not image.is_meta:
+        return image
+    last = torch.channels_last
+    if any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in read):
+        return torch.empty_like(image, memory_format=last)
+    return image
 
 
 def _group(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
