@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
@@ -28,7 +28,7 @@ from shardwise.description.tracing.trace import trace_module
 from shardwise.description.workload import Workload
 from shardwise.errors import UserError
 from shardwise.predict.describe import describe, describe_trace, trace_model
-from shardwise.predict.program import scaled
+from shardwise.predict.program import lay_work, rounded, scaled
 from shardwise.predict.simulate import simulate
 from shardwise.profiling.footprint import open_profiler, peak_on_cpu, read_events
 from tests.unit.presets import describe_preset
@@ -646,3 +646,37 @@ def test_gradients_that_come_inside_a_fused_recurrent_network_are_not_placed() -
     passes = [segment.backward for unit in found.units for segment in unit.segments]
     fused = [part for part in passes if any(k.kind == "recurrent" for k in part.kernels)]
     assert fused and all(part.keeping_bytes == part.before_bytes == 0 for part in fused)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+        self.head = nn.Linear(8, 50)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+
+def test_a_gradient_counts_from_where_it_comes() -> None:
+    """A shared parameter's at its first use, in forward order; of a bucket that ends inside of a
+    module, with the next one's.
+    """
+    model, tokens = Tied(), torch.zeros(2, 4, dtype=torch.int64)
+    plan = Plan.of("zero3", mesh=2).resolve(model)
+    described = describe(model, tokens, plan, device="cpu")
+    came = [segment.gradients for _, segment in described.segments]
+    assert came[0] == ("embed.weight",) and came[-1] == ("head.bias",)
+    work = lay_work(plan, described)
+    sizes = {p.name: p.nbytes for unit in plan.require_units() for p in unit.parameters}
+    assert sum(work.grads[0].values()) == rounded(sizes["embed.weight"])
+    buckets = Plan.of("ddp", mesh=2, bucket_bytes=300).resolve(model)
+    work = lay_work(buckets, describe(model, tokens, buckets, device="cpu"))
+    assert len(buckets.require_units()) > 3
+    for uses, grads in zip(work.uses, work.grads, strict=True):
+        assert set(grads) <= set(uses)

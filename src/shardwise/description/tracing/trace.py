@@ -76,7 +76,7 @@ class TraceEvent:
 
     origin: of a backward event, the index of the forward (or recompute) event it goes back to.
     storage: the number of the storage; for gradient, of a parameter's that has come. nbytes: its
-    size; for leave, the bytes of what the module gives.
+    size; for leave, the bytes of what the module gives. parameter: whose gradient has come.
     """
 
     what: What
@@ -86,6 +86,7 @@ class TraceEvent:
     storage: int = -1
     nbytes: int = 0
     origin: int = -1
+    parameter: str = ""
 
 
 @dataclass(frozen=True)
@@ -371,7 +372,7 @@ class Recorder(TorchDispatchMode):
             self._write("save", storage=self._meet(held), nbytes=held.untyped_storage().nbytes())
         return tensor
 
-    def note_gradient(self, parameter: nn.Parameter) -> None:
+    def note_gradient(self, name: str, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         if parameter.grad.layout != torch.strided:
             raise UserError(
@@ -381,7 +382,7 @@ class Recorder(TorchDispatchMode):
             )
         storage = self._meet(parameter.grad)
         self.gradients.add(storage)
-        self._write("gradient", storage=storage)
+        self._write("gradient", storage=storage, parameter=name)
         self.received.add(id(parameter))
 
     def enter(self, name: str) -> None:
