@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -680,3 +682,24 @@ def test_a_gradient_counts_from_where_it_comes() -> None:
     assert len(buckets.require_units()) > 3
     for uses, grads in zip(work.uses, work.grads, strict=True):
         assert set(grads) <= set(uses)
+
+
+def test_a_process_describes_the_same_at_first_and_later() -> None:
+    """The compiler is imported at the first operator, and would keep the model's tensors."""
+    code = """
+import torch
+from torch import nn
+from shardwise.predict.describe import describe
+
+def loss(model, x):
+    output = model(x)
+    return output.exp().sum()
+
+for _ in range(2):
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4096))
+    found = describe(model, torch.zeros(4, 4, dtype=torch.int64), 1, loss=loss, device="cpu")
+    print([s.forward.net_bytes for _, s in found.segments])
+"""
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(told) == 2 and told[0] == told[1]

@@ -160,6 +160,7 @@ def trace_module(
         checkpoint,
         recomputing or Recomputing(),
     )
+    _run_first_operator()
     name, given = type(model).__name__, (tuple(args), dict(kwargs or {}))
     if loss is None:
         check_arguments(model, *given)
@@ -194,6 +195,14 @@ def trace_module(
             f"{name} does not run on the example inputs ({_show_inputs(given)}): {tell(error)}"
             + _told_of_dtype(dtype)
         ) from error
+
+
+def _run_first_operator() -> None:
+    """At the first operator that a mode sees torch imports its compiler, which keeps the frames it
+    was imported from, with all their tensors: a model's would seem to be kept.
+    """
+    with Recorder("cpu"):
+        torch.empty(0, device="meta")
 
 
 def _told_of_dtype(dtype: torch.dtype | None) -> str:
