@@ -650,6 +650,13 @@ def test_gradients_that_come_inside_a_fused_recurrent_network_are_not_placed() -
     assert fused and all(part.keeping_bytes == part.before_bytes == 0 for part in fused)
 
 
+def test_a_gated_unit_keeps_what_it_keeps_in_reality() -> None:
+    """Its gates are chunks of one tensor, though the operator does not say so."""
+    model, x = nn.GRU(64, 64), torch.randn(24, 8, 64)
+    described = describe(model, x, 1, loss=lambda m, x: m(x)[0].sum(), device="cpu")
+    assert described.saved_bytes == pytest.approx(saved_in_reality(model, x), rel=0.02)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
