@@ -691,6 +691,13 @@ def test_a_gradient_counts_from_where_it_comes() -> None:
         assert set(grads) <= set(uses)
 
 
+def test_a_bias_of_rows_that_lie_apart_is_added_in_place() -> None:
+    x = torch.randn(16, 32, 8).transpose(0, 1)
+    model = nn.Linear(8, 256)
+    (segment,) = describe(model, x, 1, loss=lambda m, x: m(x).exp().sum()).units[0].segments
+    assert segment.forward.peak_bytes < 2.1 * 32 * 16 * 256 * 4  # the result, and its exponent
+
+
 def test_a_process_describes_the_same_at_first_and_later() -> None:
     """The compiler is imported at the first operator, and would keep the model's tensors."""
     code = """
