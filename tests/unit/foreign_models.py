@@ -1,5 +1,6 @@
 """Models as strangers write them: none knows of this project (`test_any_model.py`)."""
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -235,6 +236,10 @@ def of_anything(output: Tensor | Answer) -> Tensor:
 
 def fails() -> nn.Module:
     raise ValueError("no such width")
+
+
+def ends() -> nn.Module:
+    sys.exit(3)
 
 
 def gives_a_number() -> int:

@@ -291,6 +291,7 @@ def test_the_command_takes_them_by_name(
     ("arguments", "words"),
     [
         (["--model", f"{FILE}:fails", "--samples", "8"], "ValueError: no such width"),
+        (["--model", f"{FILE}:ends", "--samples", "8"], "it ends the program, by sys.exit(3)"),
         (["--model", f"{FILE}:gives_a_number", "--samples", "8"], "gave a int, expected"),
         (["--model", f"{FILE}:build_une", "--samples", "8"], "did you mean 'build_unet'"),
         (["--model", FILE, "--samples", "8"], f"name the function in it too, as {FILE}:build"),

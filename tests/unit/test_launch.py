@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.trainer.launch import RankFailed, run_ranks
+from shardwise.trainer.launch import RankFailed, run_ranks, start_ranks
 from shardwise.trainer.stopping import StopNotice
 
 HERE = Path(__file__).parent
@@ -233,3 +233,8 @@ def test_a_launcher_that_ends_leaves_no_rank_behind(tmp_path, target, blow):
     finally:
         launcher.kill()
         launcher.wait()
+
+
+def test_no_more_ranks_are_started_than_memory_holds() -> None:
+    with pytest.raises(UserError, match="1000000000 ranks are asked for on this machine"):
+        start_ranks("no.module:no_function", (), 10**9)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.description.tracing.real_run import tell
+from shardwise.description.tracing.real_run import staying, tell
 from shardwise.description.tracing.torch_private import pytree
 from shardwise.errors import UserError, nearest
 
@@ -84,7 +84,9 @@ class Example:
     def _ask(self, *size: int) -> Call:
         assert self._make is not None
         try:
-            return Call.of(self._make(*size))
+            with staying():
+                made = self._make(*size)
+            return Call.of(made)
         except UserError:
             raise
         except Exception as error:

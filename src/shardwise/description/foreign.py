@@ -146,7 +146,10 @@ def _call(function: Callable[..., Any]) -> Any:
     """What it gives; a file may also hold the module itself, which is not called for one."""
     from torch import nn
 
-    return function if isinstance(function, nn.Module) else function()
+    from shardwise.description.tracing.real_run import staying
+
+    with staying():
+        return function if isinstance(function, nn.Module) else function()
 
 
 def _as_number(found: dict[str, Any]) -> Any:
@@ -201,7 +204,7 @@ def build_from_config(text: str, device: str = "meta") -> nn.Module:
     config = _load_config(text)
     transformers = importlib.import_module("transformers")
     kinds = _KINDS_OF_TWO if getattr(config, "is_encoder_decoder", False) else _KINDS
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    named = [getattr(transformers, name, None) for name in _architectures(config, text)]
     listed = (getattr(transformers, kind, {}) for kind in kinds)
     found = [*filter(None, named), *(kind[type(config)] for kind in listed if type(config) in kind)]
     if not found:
@@ -213,6 +216,14 @@ def build_from_config(text: str, device: str = "meta") -> nn.Module:
             return built
     except Exception as error:
         raise UserError(f"--model {text} cannot be built: {tell(error)}") from error
+
+
+def _architectures(config: Any, text: str) -> list[str]:
+    """The names of classes in a config."""
+    names = config.architectures or []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"--model {text}: architectures is {names!r:.60}, expected a list of names")
+    return list(names)
 
 
 def writes_about_images(model: Any) -> bool:

@@ -150,6 +150,8 @@ class UnitSegment:
     saved_bytes: storages that autograd keeps and that no earlier segment has kept already.
     checkpointed: the trace ran it under activation checkpointing; `recompute` then holds its second
         forward, which happens at the start of its backward, and `backward` only what follows.
+    gradients: parameters whose gradient its backward completes: of one that is used in several
+        places, the first of these in forward order. None: those of its unit, in the unit's last.
     """
 
     position: Natural  # in the forward order of the model's segments
@@ -159,6 +161,7 @@ class UnitSegment:
     output_bytes: Natural
     checkpointed: bool = False
     recompute: PassFacts = field(default_factory=PassFacts)
+    gradients: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -261,15 +261,18 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
     """Match the description's segments with the Plan's units by parameter names, so that units may
     be cut otherwise than the description is (merged blocks, buckets through the middle of one).
     """
-    unit_of = {
-        p.name: number for number, unit in enumerate(plan.require_units()) for p in unit.parameters
+    places = {
+        p.name: (number, p)
+        for number, unit in enumerate(plan.require_units())
+        for p in unit.parameters
     }
+    unit_of = {name: number for name, (number, _) in places.items()}
     uses: list[tuple[int, ...]] = []
     grads: list[dict[int, int]] = []
     lacking: list[tuple[int, ...]] = []
     idle = set(description.without_gradient)
     lacks = {unit_of[name] for name in idle if name in unit_of}
-    ends: dict[str, int] = {}  # where a described unit's gradients appear: its last segment
+    ends: dict[str, int] = {}  # a described unit's last segment
     for unit, segment in description.segments:
         ends[unit.name] = segment.position
     for unit, segment in description.segments:
@@ -279,14 +282,17 @@ def lay_work(plan: Plan, description: ModelDescription) -> Work:
                 f"parameter {missing[0]!r} of described unit {unit.name!r} is in no unit of the "
                 "Plan: describe the model that the Plan was resolved for"
             )
-        uses.append(tuple(dict.fromkeys(unit_of[p.name] for p in unit.parameters)))
+        # A bucket may end inside of a module, and has its gradients with the next one's.
+        used = [*(p.name for p in unit.parameters), *(segment.gradients or ())]
+        uses.append(tuple(dict.fromkeys(unit_of[name] for name in used)))
         found: dict[int, int] = {}
-        if ends[unit.name] == segment.position:
-            for p in unit.parameters:
-                if p.trainable and p.name not in idle:
-                    _, compute, _ = plan.dtypes(p.dtype)
-                    number = unit_of[p.name]
-                    found[number] = found.get(number, 0) + rounded(p.numel * compute.itemsize)
+        last = ends[unit.name] == segment.position
+        of_unit = [p.name for p in unit.parameters] if last else []
+        for name in of_unit if segment.gradients is None else segment.gradients:
+            number, p = places[name]
+            if p.trainable and name not in idle:
+                _, compute, _ = plan.dtypes(p.dtype)
+                found[number] = found.get(number, 0) + rounded(p.numel * compute.itemsize)
         grads.append(found)
         lacking.append(tuple(number for number in uses[-1] if number in lacks))
     segments = tuple((unit.name, segment) for unit, segment in description.segments)

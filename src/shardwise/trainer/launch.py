@@ -34,6 +34,8 @@ Target = str | Callable[..., None]  # "module:function", or the function itself
 # What every rank would import by itself, which takes seconds of each: they are forked from a server
 # that has done it once and touches no device.
 PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "shardwise.trainer.loop"]
+# A rank that has done nothing yet takes this much of its own: so many more than fit are a slip.
+_LEAST_BYTES = 20e6
 _STREAMS = (1, 2)  # standard output and error
 
 # A rank that fails breaks its peers' connections within milliseconds, so after the first exit a
@@ -150,6 +152,12 @@ def start_ranks(
     SIGTERM goes on to the ranks, and Stopped is raised once they have ended by it. None is left
     running.
     """
+    most = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _LEAST_BYTES)
+    if nproc > most:
+        raise UserError(
+            f"{nproc} ranks are asked for on this machine, whose memory holds the processes of "
+            f"{most} at most: start fewer (--nproc, --ranks), or use more machines"
+        )
     processor.settle()
     context = _forking()
     with (

@@ -62,6 +62,15 @@ _FUSES = {
 }
 
 
+def _linear(plain: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of rows that do not lie one behind the other torch adds the bias in place, but under a mode
+    that sees operators.
+    """
+    if bias is None or x.dim() < 3 or x.is_contiguous():
+        return plain(x, weight, bias)
+    return torch.matmul(x, weight.t()).add_(bias)
+
+
 class DeviceKernels(TorchFunctionMode):
     """Replaces what `device` fuses, and casts as autocast to `autocast` would; `note` is told the
     kernels that no operator stands for.
@@ -111,6 +120,8 @@ class DeviceKernels(TorchFunctionMode):
             return self._attend(func, *args, **kwargs)
         if name == "flex_attention":
             return self._flex(*args, **kwargs)
+        if name == "linear" and not kwargs and len(args) == 3:
+            return _linear(func, *args)
         if name in _FUSES[self.device]:
             return self._recurrent(func, name, args, kwargs)
         if self.device == "cuda" and name == "rms_norm":

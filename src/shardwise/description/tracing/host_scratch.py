@@ -9,8 +9,12 @@ it, allocation by allocation:
     gradient of the weight  gradient', image', result'; result
 
 where what has a ' is a copy, whose channels are filled up to whole blocks; those that were read are
-gone when the result is copied back. An image of one dim lies as one of two. Where oneDNN is not
-asked, torch multiplies by the image's columns: what a filter sees at every place.
+gone when the result is copied back. An image of one dim lies as one of two. What a filter of larger
+steps spreads (the gradient of an image, a transposed result) is there once more. Images whose
+channels come last are read as they are; then weights are copied, and the gradient of one is made in
+blocks, for every group of its own. Where oneDNN is not asked, torch multiplies by the image's
+columns: what a filter sees at every place. For groups of few channels oneDNN makes the gradient of
+the weight so, too.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from shardwise.description.tracing.torch_private import schema_of
 
 _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8  # channels
 _FEW_CHANNELS = 3  # an image of no more is read as it is, also by the gradient of the weight
+_NARROW = 3  # filters of one channel up to so wide have a kernel of their own in every pass
+_FEW_IN_GROUP = 8  # a group of fewer channels is not laid out anew for the gradient of the weight
 _SMALL = 20480  # numbers of an image for which oneDNN is not asked
 
 
@@ -37,12 +43,16 @@ def scratch_of(op: Any, args: tuple[Any, ...], out: Any) -> int:
     if schema.name not in ("aten::convolution", "aten::convolution_backward"):
         return 0
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-    if not _is_laid_anew(given["input"]):
+    last = _comes_last(given["input"])
+    if not (last or _is_laid_anew(given["input"])):
         return 0
     forward = schema.name == "aten::convolution"
     result = out if forward else given["grad_output"]
     if not _asks_onednn(given):
-        return _columns(given, result)
+        columns = _columns(given, result)
+        return columns + _copied_weight(given) if last and columns else columns
+    if last:
+        return _channels_last(given, result, forward)
     return _forward(given, result) if forward else _backward(given, result)
 
 
@@ -50,6 +60,13 @@ def _is_laid_anew(image: Tensor) -> bool:
     """Not where channels come last already, nor in 16 bits, which depends on the processor."""
     plain = image.dim() >= 3 and image.is_contiguous() and image.dtype == torch.float32
     return plain and torch.backends.mkldnn.is_available()
+
+
+def _comes_last(image: Tensor) -> bool:
+    """Its channels do, and it is no plain image as well; of such weights is known with AVX512."""
+    last = image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
+    known = _BLOCK == 16 and image.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return known and last and not image.is_contiguous()
 
 
 def _asks_onednn(given: Mapping[str, Any]) -> bool:
@@ -68,7 +85,8 @@ def _forward(given: Mapping[str, Any], result: Tensor) -> int:
     image = given["input"]
     as_it_is = given["groups"] == 1 and image.shape[1] < _BLOCK
     read = (0 if as_it_is else _filled(image)) + given["weight"].nbytes
-    return max(read + _filled(result) - result.nbytes, _filled(result))
+    again = result.nbytes if given["transposed"] and _skips(given) else 0
+    return max(read + _filled(result) - result.nbytes, _filled(result) + again)
 
 
 def _backward(given: Mapping[str, Any], gradient: Tensor) -> int:
@@ -82,10 +100,66 @@ def _backward(given: Mapping[str, Any], gradient: Tensor) -> int:
     beside = 0
     if of_image:
         results = image.nbytes + of_weight * weight.nbytes
-        beside = _filled(gradient) + weight.nbytes + _filled(image) - results
-    if of_weight:
+        read = _filled(gradient) + weight.nbytes
+        again = image.nbytes if not given["transposed"] and _skips(given) else 0
+        beside = max(read, image.nbytes + again) + _filled(image) - results
+    if of_weight and _reads_columns(given):
+        beside = max(beside, weight.nbytes)
+    elif of_weight:
         beside = max(beside, _filled(gradient) + copied, weight.nbytes)
     return max(beside, 0)
+
+
+def _reads_columns(given: Mapping[str, Any]) -> bool:
+    """The gradient of the weight is a product with the columns of one group, which are few."""
+    weight, groups = given["weight"], given["groups"]
+    few = min(weight.shape[1], weight.shape[0] // groups) < _FEW_IN_GROUP
+    return groups > 1 and few and not (_is_depthwise(given) and _has_kernel(given))
+
+
+def _skips(given: Mapping[str, Any]) -> bool:
+    """Whether what its gradient's kernel gives comes with channels last, and is copied twice."""
+    return given["groups"] == 1 and any(step > 1 for step in given["stride"])
+
+
+def _is_depthwise(given: Mapping[str, Any]) -> bool:
+    weight, groups = given["weight"], given["groups"]
+    return bool(groups > 1 and weight.shape[1] == 1 and weight.shape[0] == groups)
+
+
+def _has_kernel(given: Mapping[str, Any]) -> bool:
+    """A depthwise convolution that oneDNN has a kernel for in every pass."""
+    narrow = all(width <= _NARROW for width in given["weight"].shape[2:])
+    return narrow and all(n == 1 for n in given["dilation"])
+
+
+def _copied_weight(given: Mapping[str, Any]) -> int:
+    """A weight is first laid channels-last, where that is another order than it has."""
+    weight = given["weight"]
+    alike = weight.shape[1] == 1 or math.prod(weight.shape[2:]) == 1
+    return 0 if alike else int(weight.nbytes)
+
+
+def _channels_last(given: Mapping[str, Any], result: Tensor, forward: bool) -> int:
+    """Copies of weights: channels-last and in blocks; of the gradient in blocks, and channels-last.
+    The gradient of the result is copied if its channels do not come last.
+    """
+    image, weight, groups = given["input"], given["weight"], given["groups"]
+    copied = _copied_weight(given)
+    filled = _filled(weight.transpose(0, 1))
+    sides = (weight.shape[0] // groups, weight.shape[1])
+    widened = math.prod(math.ceil(side / _BLOCK) * _BLOCK / side for side in sides)
+    if forward:
+        apart = groups > 1 and min(sides) < _FEW_IN_GROUP and not _is_depthwise(given)
+        return copied + (round(weight.nbytes * widened) if apart else filled)
+    of_image, of_weight, _ = given["output_mask"]
+    beside = filled if of_image else 0
+    if of_weight:
+        small = image.shape[1] <= _FEW_CHANNELS or (_is_depthwise(given) and _has_kernel(given))
+        blocked = filled if small else round(weight.nbytes * widened)
+        beside = max(beside, blocked + weight.nbytes)
+    arranged = result.is_contiguous(memory_format=torch.channels_last)
+    return int(copied + beside + (0 if arranged else result.nbytes))
 
 
 def _filled(image: Tensor, block: int = _BLOCK) -> int:

@@ -19,7 +19,10 @@ from shardwise.description.tracing.torch_private import (
     grouped_products,
     pytree,
     schema_of,
+    storage_id,
 )
+
+aten = torch.ops.aten
 
 _Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -40,7 +43,7 @@ class KnownResults:
             return make(), kernel
         out = _run(op, args, kwargs)
         kernel = cost_of(op, args, kwargs, out)
-        if key is not None:
+        if key is not None and not _shares(out, args):
             make_again = _maker(out)
             if make_again is not None:
                 self._known[key] = (make_again, kernel)
@@ -62,14 +65,29 @@ class KnownResults:
 
 
 def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator itself, but for grouped products in another dtype than bfloat16: the meta device
-    refuses them, and devices with values do not.
+    """The operator itself, but for what the meta device does otherwise than those with values: it
+    refuses grouped products in another dtype than bfloat16, and lays every convolved image plainly.
     """
     if op in grouped_products and len(args) > 1:
         a, b = args[:2]
         if a.is_meta and a.dtype == b.dtype != torch.bfloat16:
             return _group(a, b, args[2] if len(args) > 2 else kwargs.get("offs"))
-    return op(*args, **kwargs)
+    out = op(*args, **kwargs)
+    if op is aten.convolution.default:
+        return _arranged(out, args[:2])
+    if op is aten.convolution_backward.default:
+        return tuple(_arranged(each, args[1:3]) for each in out)
+    return out
+
+
+def _arranged(image: Tensor | None, read: tuple[Tensor, ...]) -> Tensor | None:
+    """With its channels last, if those of the image or the weight that were read come last."""
+    if image is None or image.dim() != 4 or not image.is_meta:
+        return image
+    last = torch.channels_last
+    if any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in read):
+        return torch.empty_like(image, memory_format=last)
+    return image
 
 
 def _group(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
@@ -91,6 +109,17 @@ def _freeze(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return (type(value).__name__, *[_freeze(item) for item in value])
     return (type(value).__name__, value)  # 1, 1.0 and True are equal keys, and differ here
+
+
+def _shares(out: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a result lies in an argument's memory: `unsafe_chunk`'s do, which does not say so."""
+    given = {storage_id(t.untyped_storage()) for t in pytree.tree_leaves(args) if _has_memory(t)}
+    made = (t for t in pytree.tree_leaves(out) if _has_memory(t))
+    return any(storage_id(t.untyped_storage()) in given for t in made)
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def _maker(out: Any) -> Callable[[], Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,9 +96,9 @@ def hook(
             _tell_when_run(module, name, recorder)
         if name in checkpoint:
             _checkpoint(module, name, recorder, recomputing)
-    for parameter in copied.parameters():
+    for name, parameter in copied.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
+            parameter.register_post_accumulate_grad_hook(partial(recorder.note_gradient, name))
 
 
 def _tell_when_run(module: nn.Module, name: str, recorder: Recorder) -> None:

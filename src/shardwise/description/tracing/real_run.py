@@ -10,6 +10,8 @@ import copy
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,16 @@ def tell(error: BaseException) -> str:
     said = f"{type(error).__name__}: {words[0][:120]}" if words else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_foreign(f.filename)]
     return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
+
+
+@contextmanager
+def staying() -> Iterator[None]:
+    """Around somebody's code: that it ends the program is an error as any other."""
+    try:
+        yield
+    except SystemExit as error:
+        said = RuntimeError(f"it ends the program, by sys.exit({error.code!r})")
+        raise said.with_traceback(error.__traceback__) from None
 
 
 def _is_foreign(file: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.description.model import (
@@ -30,9 +30,15 @@ def describe_by(units: Sequence[UnitSpec], trace: ModelTrace, name: str) -> Mode
     drafts = _cut_forward(trace.events, owners)
     _assign_backward(trace.events, owners, drafts)
     saved = set(trace.inputs)  # by an earlier segment, or there before
+    # Where gradients come; of reentrant checkpointing one may come in parts.
+    came = set(
+        {
+            e.parameter: i for i, e in reversed([*enumerate(trace.events)]) if e.what == "gradient"
+        }.values()
+    )
     built: dict[int, list[UnitSegment]] = {i: [] for i in range(len(units))}
     for position, draft in enumerate(drafts):
-        built[draft.unit].append(_finish(position, draft, trace, owners, saved))
+        built[draft.unit].append(_finish(position, draft, trace, owners, saved, came))
     return ModelDescription(
         name=name,
         units=tuple(
@@ -148,7 +154,12 @@ def _assign_backward(events: Sequence[TraceEvent], owners: _Owners, segments: li
 
 
 def _finish(
-    position: int, draft: _Draft, trace: ModelTrace, owners: _Owners, saved: set[int]
+    position: int,
+    draft: _Draft,
+    trace: ModelTrace,
+    owners: _Owners,
+    saved: set[int],
+    came: Collection[int],
 ) -> UnitSegment:
     events = trace.events
     left = [
@@ -171,6 +182,9 @@ def _finish(
         checkpointed=any(events[i].kernel is not None for i in draft.recompute),
         saved_bytes=new,
         output_bytes=left[-1] if left else 0,
+        gradients=tuple(
+            events[i].parameter for i in (*draft.recompute, *draft.backward) if i in came
+        ),
     )
 
 

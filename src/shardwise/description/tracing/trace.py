@@ -40,6 +40,7 @@ from shardwise.description.tracing.real_run import (
     check_fits,
     choose_device,
     copy_with_values,
+    staying,
     tell,
     with_values,
 )
@@ -75,7 +76,7 @@ class TraceEvent:
 
     origin: of a backward event, the index of the forward (or recompute) event it goes back to.
     storage: the number of the storage; for gradient, of a parameter's that has come. nbytes: its
-    size; for leave, the bytes of what the module gives.
+    size; for leave, the bytes of what the module gives. parameter: whose gradient has come.
     """
 
     what: What
@@ -85,6 +86,7 @@ class TraceEvent:
     storage: int = -1
     nbytes: int = 0
     origin: int = -1
+    parameter: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def trace_module(
         checkpoint,
         recomputing or Recomputing(),
     )
+    _run_first_operator()
     name, given = type(model).__name__, (tuple(args), dict(kwargs or {}))
     if loss is None:
         check_arguments(model, *given)
@@ -192,6 +195,14 @@ def trace_module(
             f"{name} does not run on the example inputs ({_show_inputs(given)}): {tell(error)}"
             + _told_of_dtype(dtype)
         ) from error
+
+
+def _run_first_operator() -> None:
+    """At the first operator that a mode sees torch imports its compiler, which keeps the frames it
+    was imported from, with all their tensors: a model's would seem to be kept.
+    """
+    with Recorder("cpu"):
+        torch.empty(0, device="meta")
 
 
 def _told_of_dtype(dtype: torch.dtype | None) -> str:
@@ -239,7 +250,7 @@ def _trace(
     hook(copied, recorder, setting.casts, setting.dtype, setting.checkpoint, setting.recomputing)
     args, kwargs = given
     with uncompiled(), whole_sequences(), recorder.recording(), kernels.active():
-        with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor):
+        with saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor), staying():
             if setting.loss is not None:
                 scalar = _check_loss(setting.loss(copied, *args, **kwargs))
             else:
@@ -370,7 +381,7 @@ class Recorder(TorchDispatchMode):
             self._write("save", storage=self._meet(held), nbytes=held.untyped_storage().nbytes())
         return tensor
 
-    def note_gradient(self, parameter: nn.Parameter) -> None:
+    def note_gradient(self, name: str, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         if parameter.grad.layout != torch.strided:
             raise UserError(
@@ -380,7 +391,7 @@ class Recorder(TorchDispatchMode):
             )
         storage = self._meet(parameter.grad)
         self.gradients.add(storage)
-        self._write("gradient", storage=storage)
+        self._write("gradient", storage=storage, parameter=name)
         self.received.add(id(parameter))
 
     def enter(self, name: str) -> None:
