@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import checks, torch_private
+from shardwise.engine.agreement import check_plan
 from shardwise.engine.arena import Arena
 from shardwise.engine.attach import attach, find_device
 from shardwise.engine.engine import ENGINE_KEY, Engine, engine_of, is_sharded
@@ -41,7 +42,7 @@ def shard(model: nn.Module, plan: Plan, device: torch.device | None = None) -> n
     device = device or find_device(model)
     plan = plan.resolve(model)
     checks.check_apart(model)
-    checks.check_plan(plan)
+    check_plan(plan)
     if device.type == "cuda":
         torch_private.let_segments_grow()  # before anything that stays is allocated
     mesh = mesh_of(plan, device)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import checks, marks, static, torch_private, uneven
+from shardwise.engine.agreement import Agreement
 from shardwise.engine.collectives import digest
 from shardwise.engine.executor import TensorExecutor
 from shardwise.engine.gradients import GradientsPast
@@ -90,7 +91,7 @@ class Engine:
         self.units, self.mesh, self.policy, self.executor = units, mesh, policy, executor
         self.schedule: Schedule[Unit] = Schedule(units, policy, executor)
         self.plan: Plan | None = None  # where the units come from a Plan
-        self.agreement = checks.Agreement(policy, mesh)
+        self.agreement = Agreement(policy, mesh)
         self.structure = Structure(model)
         # The node whose forward is the outermost now; None between forwards.
         self.forward_root: Node | None = None
