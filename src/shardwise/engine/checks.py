@@ -69,7 +69,8 @@ def check_apart(model: nn.Module) -> None:
     """Error for two parameters over the same memory: sharded, each would get its own."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or isinstance(parameter, DTensor) or not parameter.numel():
+        plain = type(parameter.data) is torch.Tensor  # others may have no memory to tell of
+        if not plain or parameter.is_meta or not parameter.numel():
             continue
         other = names.setdefault(parameter.data_ptr(), name)
         if other != name:

@@ -23,7 +23,8 @@ _HINTS = {
         "outside of its forward a sharded model's parameters and gradients are DTensors, and so is "
         "what is computed from them. Call the model, not model.forward. For a loss, a log or an "
         "average beside plain tensors use value.full_tensor(), which all ranks call; to load plain "
-        "weights torch's set_model_state_dict with StateDictOptions(full_state_dict=True). After "
+        "weights after fully_shard torch's set_model_state_dict with "
+        "StateDictOptions(full_state_dict=True). After "
         "a forward that no backward follows some parameters are plain: evaluate under "
         "torch.no_grad()"
     ),
