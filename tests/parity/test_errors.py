@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
 from shardwise.engine import uncaught
@@ -258,6 +259,13 @@ def test_two_parameters_over_the_same_memory() -> None:
     for name in ("ddp", "zero3"):
         with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' are two, over the same"):
             sw.shard(model, sw.Plan.of(name, mesh=1))
+
+
+def test_parameters_without_memory_are_not_taken_for_one() -> None:
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="is a FakeTensor; sharding by a Plan starts from plain"):
+        sw.shard(model, sw.Plan.of("zero3", mesh=1))
 
 
 def _meta() -> None:
